@@ -3,6 +3,7 @@
 import dp_accounting
 import pytest
 from dp_accounting import NeighboringRelation, privacy_accountant_test
+from runs import full_run
 
 import hidden_state_accountants as hsa
 
@@ -80,30 +81,11 @@ def test_relation_is_the_first_argument_and_has_a_default(accountant):
 
 
 @pytest.mark.parametrize("accountant", ACCOUNTANTS)
-@pytest.mark.parametrize("relation", list(NeighboringRelation))
-@pytest.mark.parametrize("bracket", [None, "explicit"])
-def test_calibrate_dp_mechanism(accountant, relation, bracket):
+def test_calibrate_dp_mechanism(accountant):
     def make_event(noise_multiplier):
-        return hsa.LastIterateDpEvent(
-            noise_multiplier=noise_multiplier,
-            learning_rate=0.5,
-            clip_norm=1.0,
-            batch_size=100,
-            dataset_size=100,
-            num_steps=50,
-            batch_order="full",
-            loss=hsa.LossGeometry.convex(1.0),
-            weight_decay=0.3,
-        )
+        return full_run(noise_multiplier=noise_multiplier, num_steps=50)
 
-    arguments = (
-        {}
-        if bracket is None
-        else {"bracket_interval": dp_accounting.ExplicitBracketInterval(1e-3, 100.0)}
-    )
-    noise = dp_accounting.calibrate_dp_mechanism(
-        lambda: accountant(relation), make_event, 2.0, 1e-5, tol=1e-6, **arguments
-    )
-    at_noise = accountant(relation).compose(make_event(noise)).get_epsilon(1e-5)
-    below = accountant(relation).compose(make_event(noise - 1e-4)).get_epsilon(1e-5)
+    noise = dp_accounting.calibrate_dp_mechanism(accountant, make_event, 2.0, 1e-5, tol=1e-6)
+    at_noise = accountant().compose(make_event(noise)).get_epsilon(1e-5)
+    below = accountant().compose(make_event(noise - 1e-4)).get_epsilon(1e-5)
     assert at_noise <= 2.0 < below

@@ -15,7 +15,6 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.curves.base import CurveWithDelta, GaussianMixtureCurve, RdpCurve
 from hidden_state_accountants.curves.by_profile import SampledCurve, replaced_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -89,46 +88,6 @@ class TestEveryCurve:
             assert made(name).delta(epsilon * (1 - 1e-6)) > delta
             again = made(name).epsilon(made(name).delta(epsilon))
             assert again == pytest.approx(epsilon, rel=1e-6)
-
-
-@functools.cache
-def released_epochs():
-    """Every epoch of 50 secret batches is released, and only the last batch of one moves.
-
-    So a record takes part in an epoch with probability 1/50, which may be revealed: the number of
-    epochs is binomial, and Gaussian steps add up.
-    """
-    run = hsa.LastIterateDpEvent(
-        noise_multiplier=2.0,
-        learning_rate=np.tile(np.append(np.zeros(49), 0.5), 1000),
-        clip_norm=1.0,
-        batch_size=20,
-        dataset_size=1000,
-        num_steps=50_000,
-        batch_order="reshuffled",
-        loss=hsa.LossGeometry.convex(0.5),
-        release_steps=range(50, 50_000, 50),
-    )
-    return hsa.LastIterateAccountant().compose(run)
-
-
-def exact_delta(epsilon):
-    epochs = np.arange(1, 1001)
-    return float(
-        stats.binom.pmf(epochs, 1000, 1 / 50) @ deltas_from_mu(np.sqrt(epochs) / 2, epsilon)
-    )
-
-
-@pytest.mark.parametrize("delta", DELTAS)
-def test_epsilon_of_released_epochs_covers_the_exact_delta(delta):
-    epsilon = released_epochs().get_epsilon(delta)
-    assert delta * (1 - 1e-5) <= exact_delta(epsilon) <= delta
-
-
-@pytest.mark.parametrize("epsilon", [1.0, 13.5, 20.0, 24.0, 26.0, 29.0])
-def test_delta_of_released_epochs_is_never_below_the_exact_one(epsilon):
-    found = released_epochs().get_delta(epsilon)
-    assert exact_delta(epsilon) <= found <= exact_delta(epsilon) * (1 + 1e-5)
 
 
 def test_delta_of_a_poisson_run_is_not_negative():
