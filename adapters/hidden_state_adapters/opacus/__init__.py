@@ -30,13 +30,13 @@ from hidden_state_adapters.opacus.losses import (
     EnvelopeCrossEntropyLoss,
     EnvelopeHingeLoss,
     EnvelopeSquaredErrorLoss,
+    recommended_criterion,
 )
 from hidden_state_adapters.opacus.mechanisms.block_coordinate import BlockCoordinateOptimizer
 from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
     DiceAdamOptimizer,
     DiceSGDOptimizer,
 )
-from hidden_state_adapters.opacus.recommended import recommended_criterion
 from hidden_state_adapters.opacus.run.arguments import BlockCoordinate, DiceSGD
 from hidden_state_adapters.opacus.step_maps import (
     BallProjection,

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from hidden_state_accountants import LossGeometry, validate
+from hidden_state_accountants import Candidate, LossGeometry, validate
 from hidden_state_accountants.losses import envelope, scalar
 from hidden_state_accountants.losses.arrays import NUMPY, Array, Arrays
 from hidden_state_accountants.losses.softmax import SoftmaxEnvelope, solve
@@ -384,3 +384,27 @@ def _host(tensor: torch.Tensor) -> Array:
 
 def _back(array: Array) -> torch.Tensor:
     return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
+
+
+_PLAIN = {
+    "softmax_cross_entropy": nn.CrossEntropyLoss,
+    "logistic": nn.BCEWithLogitsLoss,
+    "squared_error": lambda: nn.HuberLoss(delta=1e6),  # half the square
+}
+_ENVELOPES = {
+    "softmax_cross_entropy": EnvelopeCrossEntropyLoss,
+    "logistic": EnvelopeBCEWithLogitsLoss,
+    "squared_error": EnvelopeSquaredErrorLoss,
+}
+
+
+def recommended_criterion(candidate: Candidate) -> nn.Module:
+    """The loss to train a run of `hidden_state_accountants.recommend` with.
+
+    Its plain form where the optimizer clips (composition), its envelope where nothing may expand.
+    With `candidate.make_private_arguments()` and the batch size and learning rate of its event that
+    is the whole run.
+    """
+    if candidate.smoothing is None:
+        return _PLAIN[candidate.loss]()
+    return _ENVELOPES[candidate.loss](clip_norm=candidate.clip_norm, smoothing=candidate.smoothing)

@@ -11,7 +11,7 @@ from opacus.utils.uniform_sampler import (
     DistributedUniformWithReplacementSampler,
     UniformWithReplacementSampler,
 )
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
 from hidden_state_adapters.opacus.data.loader import OrderedBatchSampler
@@ -73,20 +73,15 @@ class LoaderReading:
         }
 
 
-def is_poisson(data_loader: Any) -> bool | None:
-    """Whether a loader samples as Opacus does for Poisson batches; None if nobody can tell."""
-    batches = getattr(data_loader, "batch_sampler", None)
-    if type(batches) is BatchSampler:
-        return False
-    return True if _is_poisson_sampler(batches) else None
-
-
-def is_full(data_loader: Any) -> bool:
-    """Whether a loader deals one batch of all records."""
+def poisson_rate(data_loader: Any) -> float:
+    """The rate of Poisson batches, of which one batch of all records is one; inf for others."""
     try:
-        return read_loader(data_loader).order is BatchOrder.FULL
+        reading = read_loader(data_loader)
     except UnsupportedRunError:
-        return False
+        return math.inf
+    if reading.order is BatchOrder.FULL:
+        return 1.0
+    return math.inf if reading.sampling_rate is None else reading.sampling_rate
 
 
 def _is_poisson_sampler(batches: Any) -> bool:

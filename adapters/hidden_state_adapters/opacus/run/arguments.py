@@ -134,7 +134,8 @@ class RunArguments:
         if order is None:
             order = default_order(own.get("data_loader"), own.get("poisson_sampling"))
         own["batch_order"] = order if isinstance(order, Batches) else Batches(order)
-        own["after"] = maps_after(own.get("after"))
+        if own.get("after") is not None:
+            own["after"] = maps_after(own["after"])
         mechanism = own.get("mechanism")
         if mechanism is not None and not isinstance(mechanism, DiceSGD | BlockCoordinate):
             raise TypeError(

@@ -288,7 +288,9 @@ def _source(declared: DeclaredRun, cursor: BatchCursor) -> Source:
 
 def _curvature(declared: DeclaredRun) -> BatchCurvature | None:
     loss, head, norm = declared.loss, declared.head, declared.arguments.feature_norm
-    if loss is None or norm is None or not uses_curvature(loss, declared.plan.order):
+    if loss is None or loss.curvature is None or norm is None:
+        return None
+    if not uses_curvature(loss, declared.plan.order):
         return None
     assert head is not None
     bias = head.bias is not None and head.bias.requires_grad

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from types import FrameType
 from typing import Any
@@ -21,7 +20,7 @@ from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_adapters.opacus.data.reading import drawn_rate, is_full, is_poisson, read_loader
+from hidden_state_adapters.opacus.data.reading import drawn_rate, poisson_rate
 from hidden_state_adapters.opacus.gradients.noise import (
     GIVEN_NOISE,
     OWN_NOISE,
@@ -109,7 +108,7 @@ class MadePrivate:
             UnsupportedRunError: The noise was found for other batches, empty ones are filled, or a
                 layer lets a record do more than the clip says.
         """
-        if self.is_calibrated and not self.is_poisson:
+        if self.is_calibrated and poisson_rate(self.data_loader) > 1:
             raise UnsupportedRunError(
                 "Expected a Poisson loader (poisson_sampling=True) in make_private_with_epsilon of "
                 f"a PrivacyEngine, got {type(self.data_loader).__name__} with other batches: "
@@ -135,14 +134,6 @@ class MadePrivate:
         return getattr(self.module, "_module", self.module)
 
     @property
-    def is_poisson(self) -> bool | None:
-        """Whether the batches are Poisson batches, as far as the loader says; None if unknown.
-
-        The one batch of all records is a Poisson batch of rate 1.
-        """
-        return is_full(self.data_loader) or is_poisson(self.data_loader)
-
-    @property
     def has_own_coins(self) -> bool:
         """Whether `prepare` gave the sampler its generator."""
         return has_own_coins(getattr(self.data_loader, "batch_sampler", None))
@@ -152,12 +143,7 @@ class MadePrivate:
         if self.data_loader is None:
             return
         check_processes(self.data_loader, num_processes(self.optimizer))
-        rate = (
-            read_loader(self.data_loader).sampling_rate or 1.0
-            if self.is_poisson is not False
-            else math.inf
-        )
-        if rate > drawn_rate(self.sample_rate) * (1 + 1e-9):
+        if poisson_rate(self.data_loader) > drawn_rate(self.sample_rate) * (1 + 1e-9):
             raise UnsupportedRunError(
                 "Expected a Poisson loader that samples at a rate of 1 / len(data_loader) = "
                 f"{self.sample_rate:g} for a run that was not declared, got a "
