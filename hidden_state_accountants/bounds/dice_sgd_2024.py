@@ -204,15 +204,6 @@ class Effect:
         return self.step**2 * patterns.count + error + 2 * self.step * together
 
 
-def largest_mu(event: DiceSgdDpEvent, relation: NeighboringRelation) -> float:
-    """The mu of a record that takes part in every step: no order costs more."""
-    patterns = inclusions(BatchOrder.FULL, event.num_steps, 1, 1.0)
-    squared = float(Effect.of(event, relation).squared_shift(patterns).max())
-    if not squared:
-        return 0.0
-    return math.sqrt(squared) / event.noise_std if event.noise_std else math.inf
-
-
 def sound_curve(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Curve:
     """Theorems 1 and 2 of docs/theory/dice_sgd.md, at every point the smaller one."""
     order, rate = event.batch_order, event.sampling_probability

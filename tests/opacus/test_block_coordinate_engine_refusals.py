@@ -99,7 +99,6 @@ def draws(run):
     run.optimizer.step(lambda: run.backward(next(drawn)))
 
 
-NO_GRADIENTS = "got no per-example gradients"
 MISUSE = {
     "no closure": (no_closure, "got no closure"),
     "other inputs": (in_the_second_block(lambda r, b: r.backward(BATCHES[1])), "different inputs"),

@@ -135,24 +135,6 @@ def normalise(params, step_size):
         p.div_(p.norm())
 
 
-def expands_at_small_rates(params, step_size):
-    for p in params:
-        p.mul_(2.0 if step_size < 0.4 else 1.0)
-
-
-def only_later():
-    """Another map once the run has started."""
-    count = []
-
-    def prox(params, step_size):
-        count.append(None)
-        if len(count) > 150:
-            for p in params:
-                p.mul_(1.5)
-
-    return prox
-
-
 def train(run, epochs):
     for _ in range(epochs):
         run.epoch()

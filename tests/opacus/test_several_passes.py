@@ -40,13 +40,6 @@ class Shifted(OfBoth):
         return self.net(first), self.net(second.roll(1, dims=0))
 
 
-class Compared(OfBoth):
-    """As contrastive losses do: every record with all others."""
-
-    def forward(self, first, second):
-        return self.net(first) @ self.net(second).T
-
-
 class Joined(OfBoth):
     def forward(self, first, second):
         return self.net(torch.cat([first, second])).split(len(first))[::-1]

@@ -68,26 +68,3 @@ def steps(model, optimizer, criterion, batches):
 
 def flat(parameters):
     return torch.cat([p.detach().reshape(-1) for p in parameters]).numpy().astype(float)
-
-
-def mlp(dtype=torch.float32):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 3)).to(dtype)
-
-
-# What reaches a parameter past the layers' hooks is in Opacus' sum, unclipped; here it is not.
-
-
-def plain(model, criterion, features, targets):
-    return criterion(model(features), targets)
-
-
-# --- DiceSGD --------------------------------------------------------------------------------------
-
-
-SIZES = [4, 6, 0, 3, 5, 4, 1, 0, 7, 4]
-
-
-def batches(dtype=torch.float64):
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(size, 5, generator=generator, dtype=dtype) for size in SIZES]

@@ -406,11 +406,6 @@ def takes_one_step_too_many():
     return _outcome(run, run.epochs)
 
 
-def one_takes_a_step_too_many():
-    run = Training(noise_multiplier=1.0, num_steps=3 if rank() == 1 else None)
-    return _outcome(run, run.epochs)
-
-
 def leaves_early():
     run = Training(noise_multiplier=1.0)
 

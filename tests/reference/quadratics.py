@@ -1,7 +1,6 @@
 """Quadratic runs that several test files share."""
 
 import numpy as np
-from gaussian_oracle import GaussianOracle
 
 
 def cyclic_batches(dataset_size, batch_size, num_steps):
@@ -19,29 +18,3 @@ def random_hessian(rng, dimension, lowest, highest):
     eigenvalues[0] = highest
     eigenvalues[-1] = lowest if dimension > 1 else highest
     return rotation @ np.diag(eigenvalues) @ rotation.T
-
-
-def largest_exact_mu(rng, event, hessians, difference):
-    """The largest exact mu over the batches of a constant run, in random directions.
-
-    Args:
-        rng: Draws one direction for each batch.
-        event: A FULL or CYCLIC run with constant hyper-parameters.
-        hessians: Those of its quadratics.
-        difference: How far the record's slope moves.
-    """
-    exact = 0.0
-    for record in range(0, event.dataset_size, event.batch_size):
-        direction = rng.normal(size=hessians.shape[1])
-        oracle = GaussianOracle(
-            hessians,
-            [(1.0, cyclic_batches(event.dataset_size, event.batch_size, event.num_steps))],
-            learning_rate=event.learning_rate,
-            noise_std=event.noise_std_on_sum()[0],
-            weight_decay=event.weight_decay,
-            batch_size=event.batch_size,
-            record=record,
-            slope_difference=difference * direction / np.linalg.norm(direction),
-        )
-        exact = max(exact, oracle.mu)
-    return exact
