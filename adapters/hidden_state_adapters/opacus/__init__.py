@@ -32,12 +32,15 @@ from hidden_state_adapters.opacus.losses import (
     EnvelopeSquaredErrorLoss,
     recommended_criterion,
 )
-from hidden_state_adapters.opacus.mechanisms.block_coordinate import BlockCoordinateOptimizer
-from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
+from hidden_state_adapters.opacus.mechanisms.block_coordinate import (
+    BlockCoordinate,
+    BlockCoordinateOptimizer,
+)
+from hidden_state_adapters.opacus.mechanisms.dice_sgd import (
     DiceAdamOptimizer,
+    DiceSGD,
     DiceSGDOptimizer,
 )
-from hidden_state_adapters.opacus.run.arguments import BlockCoordinate, DiceSGD
 from hidden_state_adapters.opacus.step_maps import (
     BallProjection,
     BoxProjection,

@@ -13,7 +13,7 @@ import torch
 from dp_accounting import NeighboringRelation
 from opacus import PrivacyEngine
 from torch import nn
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import Unpack  # a dependency of torch
 
@@ -41,15 +41,11 @@ from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE
 from hidden_state_adapters.opacus.head.module import HeadModule
 from hidden_state_adapters.opacus.head.run import KnownHeadRun
 from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
+from hidden_state_adapters.opacus.mechanism import MechanismOptions
 from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
-from hidden_state_adapters.opacus.mechanisms.block_coordinate import BlockCoordinateOptimizer
-from hidden_state_adapters.opacus.mechanisms.dice_sgd.optimizers import (
-    DiceAdamOptimizer,
-    DiceSGDOptimizer,
-)
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
-from hidden_state_adapters.opacus.run.arguments import DiceSGD, RunArguments, RunOptions
+from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
 from hidden_state_adapters.opacus.run.declared import DeclaredRun, is_shared
 from hidden_state_adapters.opacus.run.group import News, ProcessGroup
 from hidden_state_adapters.opacus.run.registry import (
@@ -793,28 +789,36 @@ def _arguments_of(**given: Any) -> RunArguments:
     """The arguments of a run, with its optimizer and the options of its mechanism.
 
     Raises:
+        TypeError: As `RunArguments.of`; or the mechanism is something else.
         UnsupportedRunError: The engine does not know the optimizer.
     """
-    arguments = RunArguments.of(given)
-    mechanism, made = arguments.mechanism, arguments.optimizer_class
-    if made is None and isinstance(mechanism, DiceSGD):
-        optimizer = getattr(arguments.optimizer, "original_optimizer", arguments.optimizer)
-        made = DiceAdamOptimizer if isinstance(optimizer, Adam) else DiceSGDOptimizer
-    elif made is None and mechanism is not None:
-        made = BlockCoordinateOptimizer
-    elif made is None:
+    mechanism, made = given.pop("mechanism", None), given.get("optimizer_class")
+    if mechanism is not None:
+        if not isinstance(mechanism, MechanismOptions):
+            raise TypeError(
+                "Expected mechanism to be DiceSGD(...), BlockCoordinate(...) or None, got "
+                f"{mechanism!r}."
+            )
+        if made is not None:
+            raise TypeError("Expected mechanism or optimizer_class, got both.")
+        optimizer = given.get("optimizer")
+        made = mechanism.optimizer_class(getattr(optimizer, "original_optimizer", optimizer))
+    if made is not None:
+        is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
+        if not is_private or "mechanism_type" not in vars(made):  # a subclass may do anything
+            raise UnsupportedRunError(
+                "Expected mechanism = None, DiceSGD(...) or BlockCoordinate(...) (or one of their "
+                f"optimizers as optimizer_class), got {made!r}: the engine checks the steps of "
+                "these only."
+            )
+        options = made.mechanism_type.options
+        if mechanism is None and options is not None:
+            names = [field.name for field in attrs.fields(options)]
+            mechanism = options(**{name: given.pop(name) for name in names if name in given})
+    arguments = RunArguments.of({**given, "mechanism": mechanism, "optimizer_class": made})
+    if made is None:
         made = HiddenStateOptimizer if arguments.asks_for_hidden_iterates else ComposedOptimizer
-    is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
-    if not is_private or "mechanism_type" not in vars(made):  # a subclass may do anything
-        raise UnsupportedRunError(
-            "Expected mechanism = None, DiceSGD(...) or BlockCoordinate(...) (or one of their "
-            f"optimizers as optimizer_class), got {made!r}: the engine checks the steps of these "
-            "only."
-        )
-    options = made.mechanism_type.options
-    if mechanism is None and options is not None:
-        mechanism = options()
-    return attrs.evolve(arguments, optimizer_class=made, mechanism=mechanism)
+    return attrs.evolve(arguments, optimizer_class=made)
 
 
 def _refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> None:

@@ -19,15 +19,27 @@ from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 
 
+class MechanismOptions:
+    """What `make_private(mechanism=)` takes: the options of one mechanism, an attrs class."""
+
+    def optimizer_class(self, optimizer: Optimizer) -> Any:
+        """The private optimizer of a run.
+
+        Args:
+            optimizer: What it wraps.
+        """
+        raise NotImplementedError
+
+
 class Mechanism:
     """How one algorithm clips, adds up and moves; `optimizer.PrivateOptimizer` does the rest.
 
-    A mechanism is one file with two classes: this one, and a PrivateOptimizer that names it in
-    `mechanism_type`. Nothing else asks which mechanism a run has.
+    A mechanism is one file: this class, a PrivateOptimizer that names it in `mechanism_type`, and
+    its options. Nothing else asks which mechanism a run has.
 
     Attributes:
         base_types: What the wrapped optimizer may be, exactly.
-        options: The type of `RunArguments.mechanism`, or None.
+        options: The type of its options, or None; its fields may be passed beside optimizer_class.
         refused: Arguments of `make_private` that make no sense with it, and why.
         constant: What its bound says about settings that stay the same, for an error.
         checked: What is verified at every step, in words.

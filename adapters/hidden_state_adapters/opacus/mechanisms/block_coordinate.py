@@ -22,9 +22,9 @@ from hidden_state_accountants.runs.base import Step
 from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
 from hidden_state_adapters.opacus.gradients.norms import check_clip_norms, clip_factors
 from hidden_state_adapters.opacus.gradients.piece import Piece
-from hidden_state_adapters.opacus.mechanism import Mechanism, move_by_sgd
+from hidden_state_adapters.opacus.mechanism import Mechanism, MechanismOptions, move_by_sgd
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
-from hidden_state_adapters.opacus.run.arguments import BlockCoordinate, RunArguments
+from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.settings import sgd_options
 from hidden_state_adapters.opacus.step_maps import RegulariserProx
@@ -32,7 +32,26 @@ from hidden_state_adapters.opacus.step_maps import RegulariserProx
 _ORDERS = (BatchOrder.CYCLIC, BatchOrder.FULL)
 
 
-class BlockCoordinateDescent(Mechanism):
+@attrs.frozen
+class BlockCoordinate(MechanismOptions):
+    """DP-MBCD as `mechanism` of make_private; see `BlockCoordinateOptimizer`.
+
+    Args:
+        l1: Weight of the lasso.
+        l2: Weight of the squared norm, which makes the prox contract.
+        nonnegative: Whether the parameters are kept >= 0.
+    """
+
+    l1: float = 0.0
+    l2: float = 0.0
+    nonnegative: bool = False
+
+    def optimizer_class(self, optimizer: Optimizer) -> type[PrivateOptimizer]:
+        """See `MechanismOptions.optimizer_class`."""
+        return BlockCoordinateOptimizer
+
+
+class BlockCoordinateSteps(Mechanism):
     """The steps of `BlockCoordinateOptimizer`; see there.
 
     Args:
@@ -298,8 +317,8 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         gradients clipped (not the step size, which would depend on the records).
     """
 
-    mechanism_type = BlockCoordinateDescent
-    mechanism: BlockCoordinateDescent
+    mechanism_type = BlockCoordinateSteps
+    mechanism: BlockCoordinateSteps
 
     @property
     def num_blocks(self) -> int:

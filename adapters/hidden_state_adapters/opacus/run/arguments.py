@@ -30,37 +30,6 @@ _OF_HIDDEN_ITERATES = ("loss_geometry", "feature_norm", "after", "schedule")
 _RARE = 1e-12
 
 
-@attrs.frozen
-class DiceSGD:
-    """DiceSGD as `mechanism` of make_private, with SGD, Adam or AdamW; see `DiceSGDOptimizer`.
-
-    Args:
-        error_max_grad_norm: C2 in units of the MEAN update; None is C1.
-        automatic: Normalises instead of clipping.
-        gradient_bound: A bound on the norm of every per-example gradient before clipping, for all
-            records that could have been in the data; checked at every step.
-    """
-
-    error_max_grad_norm: float | None = None
-    automatic: bool = False
-    gradient_bound: float = math.inf
-
-
-@attrs.frozen
-class BlockCoordinate:
-    """DP-MBCD as `mechanism` of make_private; see `BlockCoordinateOptimizer`.
-
-    Args:
-        l1: Weight of the lasso.
-        l2: Weight of the squared norm, which makes the prox contract.
-        nonnegative: Whether the parameters are kept >= 0.
-    """
-
-    l1: float = 0.0
-    l2: float = 0.0
-    nonnegative: bool = False
-
-
 class RunOptions(TypedDict, total=False):
     """What may be passed to `make_private` beside its required arguments (for type checkers)."""
 
@@ -83,7 +52,7 @@ class RunOptions(TypedDict, total=False):
     noise_generator: torch.Generator | None
     rand_on_empty: bool
     wrap_model: bool
-    # Of the optimizer that `mechanism` stands for, or of one of your own.
+    # In the place of `mechanism`: the optimizer, of your own or DiceSGDOptimizer, and its options.
     optimizer_class: type | None
     error_max_grad_norm: float | None
     automatic: bool
@@ -97,7 +66,7 @@ class RunArguments:
     Attributes:
         max_grad_norm: "auto" until the loss is known.
         after: What follows every step, by name: "prox", then "projection"; None for nothing.
-        mechanism: The options of the mechanism, DiceSGD or BlockCoordinate; None where it has none.
+        mechanism: The options of the mechanism, if it has some.
         optimizer_class: The private optimizer of the run, as soon as the engine chose it.
         opacus: The arguments that go to Opacus as they are.
     """
@@ -136,17 +105,6 @@ class RunArguments:
         own["batch_order"] = order if isinstance(order, Batches) else Batches(order)
         if own.get("after") is not None:
             own["after"] = maps_after(own["after"])
-        mechanism = own.get("mechanism")
-        if mechanism is not None and not isinstance(mechanism, DiceSGD | BlockCoordinate):
-            raise TypeError(
-                "Expected mechanism to be DiceSGD(...), BlockCoordinate(...) or None, got "
-                f"{mechanism!r}."
-            )
-        if own.get("optimizer_class") is not None:
-            if mechanism is not None:
-                raise TypeError("Expected mechanism or optimizer_class, got both.")
-            dice = {f.name: own.pop(f.name) for f in attrs.fields(DiceSGD) if f.name in own}
-            own["mechanism"] = DiceSGD(**dice) if dice else None
         if own.get("criterion") is not None and own.get("feature_norm") is not None:
             own["loss_geometry"] = own.get("loss_geometry") or "auto"
         known = {field.name for field in attrs.fields(cls)} - {"opacus"}
@@ -218,11 +176,6 @@ class RunArguments:
             UnsupportedRunError: The run could not be checked or accounted.
         """
         mechanism, name = self.optimizer_class.mechanism_type, self.optimizer_class.__name__
-        if self.mechanism is not None and type(self.mechanism) is not mechanism.options:
-            raise UnsupportedRunError(
-                f"Expected no options of another mechanism with {name}, got {self.mechanism!r}. "
-                "Leave them out."
-            )
         for argument, reason in mechanism.refused.items():
             value = getattr(self, argument)
             if value is not None:

@@ -1,1 +1,0 @@
-"""DiceSGD: clipped gradients with clipped error feedback."""
