@@ -26,7 +26,7 @@ from hidden_state_accountants.curves.by_profile import (
 )
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.profiles import Profile
-from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+from hidden_state_accountants.curves.standard import EventCurve
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import same_in_all_steps, values_and_counts
@@ -156,8 +156,7 @@ def step_curve(event: LastIterateDpEvent, relation: NeighboringRelation, mu: flo
         return SampledCurve(pair, mu, rate)
     sampled = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(1 / mu))
     # Zeroing a record of a Poisson sample is removing it.
-    part = StockEvent(sampled, 1, NeighboringRelation.ADD_OR_REMOVE_ONE)
-    return StandardCurve((part,))
+    return EventCurve(sampled, 1, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
 def step_profile(

@@ -35,7 +35,7 @@ from hidden_state_accountants.curves.base import (
 from hidden_state_accountants.curves.by_profile import SampledCurve, zeroed_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.renyi import epsilon_from_rdp
-from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+from hidden_state_accountants.curves.standard import EventCurve
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.guarantee import Assumption, Topic
@@ -254,25 +254,25 @@ def _subsampled(event: DiceSgdDpEvent, effect: Effect, other_epsilon: float) -> 
     return curves
 
 
-def _split(event: DiceSgdDpEvent, effect: Effect, budget: float) -> StandardCurve:
+def _split(event: DiceSgdDpEvent, effect: Effect, budget: float) -> Curve:
     """The subsampled Gaussian with a share of the noise variance, the error's part with the rest.
 
     Any share is valid; Renyi divergences choose.
     """
 
-    def curve(share: float) -> StandardCurve:
+    def curve(share: float) -> Curve:
         step = dp_accounting.PoissonSampledDpEvent(
             event.sampling_probability,
             dp_accounting.GaussianDpEvent(math.sqrt(share) * event.noise_std / effect.step),
         )
-        part = StockEvent(step, event.num_steps, NeighboringRelation.ADD_OR_REMOVE_ONE)
+        part = EventCurve(step, event.num_steps, NeighboringRelation.ADD_OR_REMOVE_ONE)
         mu = math.sqrt(budget / (1 - share)) / event.noise_std if budget else 0.0
-        return StandardCurve((part,), gaussian_mu=mu)
+        return compose_curves([(part, 1), (GaussianCurve(mu), 1)])
 
     return min(map(curve, _SHARES), key=_quick_epsilon) if budget else curve(1.0)
 
 
-def _quick_epsilon(curve: StandardCurve) -> float:
+def _quick_epsilon(curve: Curve) -> float:
     return epsilon_from_rdp(_ORDERS, curve.rdp(_ORDERS), 1e-6)
 
 
@@ -288,7 +288,7 @@ def _plain_without_replacement(event: DiceSgdDpEvent, relation: NeighboringRelat
         event.batch_size,
         dp_accounting.GaussianDpEvent(event.noise_std / (2 * largest)),
     )
-    return StandardCurve((StockEvent(step, event.num_steps, _REPLACE_ONE),))
+    return EventCurve(step, event.num_steps, _REPLACE_ONE)
 
 
 # --- as printed: not sound --------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import attrs
@@ -25,7 +25,7 @@ from hidden_state_accountants.curves.base import (
 )
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss
 from hidden_state_accountants.curves.renyi import ORDERS, STOCK_ORDERS
-from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+from hidden_state_accountants.curves.standard import EventCurve, losses_compose
 
 _QUICK = (GaussianCurve, GaussianMixtureCurve, RdpCurve)
 _DELTAS = (1e-3, 1e-6, 1e-9, 1e-12, 1e-15, 1e-30)  # at which the curves to compose are chosen
@@ -86,33 +86,38 @@ def _choice(
 def _composed(curves: Sequence[tuple[ComposableCurve, int]]) -> ComposableCurve:
     """As `compose_curves`, of one curve for each mechanism."""
     mu_squared = 0.0
-    events: list[StockEvent] = []
+    events: list[EventCurve] = []
     others: list[tuple[ComposableCurve, int]] = []
     mixtures: list[tuple[GaussianMixtureCurve, int]] = []
-    for curve, count in curves:
-        if isinstance(curve, StandardCurve):
-            mu_squared += count * curve.gaussian_mu**2
-            events += [attrs.evolve(part, count=count * part.count) for part in curve.events]
-        elif isinstance(curve, ComposedCurve):
-            others += [(part, count * times) for part, times in curve.parts]
+    for curve, count in _inside(curves):
+        if isinstance(curve, EventCurve):
+            events.append(attrs.evolve(curve, count=count * curve.count))
         elif curve.mu is not None:
             mu_squared += count * curve.mu**2
         elif isinstance(curve, GaussianMixtureCurve):
             mixtures.append((curve, count))
         else:
             others.append((curve, count))
-    others = [*_together(others), *fewer_mixtures(_together(mixtures))]
+    gaussian = GaussianCurve(math.sqrt(mu_squared))
+    if gaussian.mu == math.inf:
+        return gaussian
     events = _same_events(events)
-    mu = math.sqrt(mu_squared)
-    total: ComposableCurve = GaussianCurve(mu)
-    if mu < math.inf:
-        if events:
-            total = StandardCurve(tuple(events), gaussian_mu=mu)
-        if others and others[0][1] == len(others) == 1 and not (mu or events):
-            total = others[0][0]
-        elif others:
-            total = ComposedCurve((*others, *([(total, 1)] if mu or events else [])))
-    return total
+    losses_compose(events)
+    parts = [*_together(others), *fewer_mixtures(_together(mixtures))]
+    parts += [(event, 1) for event in events]
+    parts += [(gaussian, 1)] if mu_squared or not parts else []
+    return parts[0][0] if parts[0][1] == len(parts) == 1 else ComposedCurve(tuple(parts))
+
+
+def _inside(
+    curves: Iterable[tuple[ComposableCurve, int]],
+) -> Iterator[tuple[ComposableCurve, int]]:
+    """What the curves are composed of."""
+    for curve, count in curves:
+        if isinstance(curve, ComposedCurve):
+            yield from ((part, count * times) for part, times in curve.parts)
+        else:
+            yield curve, count
 
 
 def _together(parts: Iterable[tuple[_SomeCurve, int]]) -> list[tuple[_SomeCurve, int]]:
@@ -123,9 +128,9 @@ def _together(parts: Iterable[tuple[_SomeCurve, int]]) -> list[tuple[_SomeCurve,
     return list(counts.values())
 
 
-def _same_events(events: Iterable[StockEvent]) -> list[StockEvent]:
+def _same_events(events: Iterable[EventCurve]) -> list[EventCurve]:
     """Equal events once, with all of their runs; one that cannot be hashed stays as it is."""
-    found: dict[Hashable, StockEvent] = {}
+    found: dict[Hashable, EventCurve] = {}
     for part in events:
         key: Hashable = part.event, part.relation
         try:
@@ -162,6 +167,8 @@ class ComposedCurve(LossCurve):
         return ORDERS if known_in_closed_form else STOCK_ORDERS
 
     def privacy_losses(self) -> Losses | None:
+        if not losses_compose([c for c, _ in self.parts if isinstance(c, EventCurve)]):
+            return None
         composed: list[tuple[PrivacyLoss, int]] = []
         for curve, count in self.parts:
             part: Any = curve
@@ -176,13 +183,13 @@ class ComposedCurve(LossCurve):
         return np.asarray(sum(parts, np.zeros(np.shape(orders))))
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        events = [(curve.to_dpevent(), count) for curve, count in self.parts]
-        known = [(event, count) for event, count in events if event is not None]
-        if len(known) < len(events):
-            return None
-        return dp_accounting.ComposedDpEvent(
-            [dp_accounting.SelfComposedDpEvent(event, count) for event, count in known]
-        )
+        events = []
+        for curve, count in self.parts:
+            event = curve.to_dpevent()
+            if event is None:
+                return None
+            events.append(event if count == 1 else dp_accounting.SelfComposedDpEvent(event, count))
+        return dp_accounting.ComposedDpEvent(events)
 
 
 def fewer_mixtures(parts: Mixtures) -> list[tuple[GaussianMixtureCurve, int]]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
+from collections.abc import Sequence
 
 import attrs
 import dp_accounting
@@ -27,91 +27,73 @@ _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 
 
-@attrs.frozen
-class StockEvent:
-    """A standard event, how often it runs, and the relation of the accountant that reads it."""
+@attrs.frozen(eq=False, slots=False)
+class EventCurve(LossCurve):
+    """A standard event: by privacy losses, or by RDP where none is known.
+
+    Attributes:
+        event: Its divergences are known, or its loss is.
+        count: How often it runs.
+        relation: Of the accountant that reads it.
+    """
 
     event: dp_accounting.DpEvent
     count: int
     relation: NeighboringRelation
 
-
-@attrs.frozen(slots=False)
-class StandardCurve(LossCurve):
-    """Standard events composed with mu-GDP: by privacy losses, or by RDP where none is known.
-
-    Attributes:
-        events: At least one; the divergences of all are known, or the loss of each is.
-        gaussian_mu: The mu of a mechanism that runs as well.
-
-    Raises:
-        ValueError: Neither is true.
-    """
-
-    events: tuple[StockEvent, ...]
-    gaussian_mu: float = 0.0
-
-    def __attrs_post_init__(self) -> None:
-        if not (self._rdp_supports() or self._losses_are_known()):
-            raise ValueError(
-                "neither dp-accounting's PLD nor its RDP accountant supports all the events"
-            )
-
-    def _rdp_supports(self) -> bool:
-        return all(
-            pair_curve(part.event, part.relation) is not None
-            or rdp.RdpAccountant([2.0], part.relation).supports(part.event)
-            for part in self.events
-        )
-
-    def _losses_are_known(self) -> bool:
-        # Pairs that are not symmetric compose in one order, that of a common relation. A record
-        # that is zeroed and one that is removed have one order: the data set that has it is first.
-        relations = set()
-        for part in self.events:
-            profile = event_profile(part.event, part.relation)
-            if profile is None and not stock_pld_supports(part.event, part.count, part.relation):
-                return False
-            if profile is None or not profile.is_symmetric:
-                zeroed = part.relation is _REPLACE_SPECIAL
-                relations.add(_ADD_OR_REMOVE if zeroed else part.relation)
-        return len(relations) <= 1
+    @property
+    def rdp_is_known(self) -> bool:
+        """Whether there are divergences."""
+        if pair_curve(self.event, self.relation) is not None:
+            return True
+        return bool(rdp.RdpAccountant([2.0], self.relation).supports(self.event))
 
     def privacy_losses(self) -> Losses | None:
-        if not self._losses_are_known():
+        if not losses_compose([self]):
             return None
-        found = [event_losses(part.event, part.count, part.relation) for part in self.events]
-        if self.gaussian_mu:
-            found.append(losses_of(profiles.gaussian(self.gaussian_mu)))
-        known = [losses for losses in found if losses is not None]
-        return tuple(itertools.chain.from_iterable(known)) if len(known) == len(found) else None
+        return event_losses(self.event, self.count, self.relation)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
-        if not self._rdp_supports():
+        pair = pair_curve(self.event, self.relation)
+        if pair is not None:
+            return self.count * pair.rdp(orders)
+        if not self.rdp_is_known:
             return np.full(orders.shape, math.inf)
-        total = orders * self.gaussian_mu**2 / 2
-        for part in self.events:
-            pair = pair_curve(part.event, part.relation)
-            if pair is not None:
-                total = total + part.count * pair.rdp(orders)
-                continue
-            accountant = rdp.RdpAccountant(orders.ravel().tolist(), part.relation)
-            accountant.compose(part.event, part.count)
-            total = total + accountant.rdp.reshape(orders.shape)
-        return total
+        accountant = rdp.RdpAccountant(orders.ravel().tolist(), self.relation)
+        accountant.compose(self.event, self.count)
+        return np.asarray(accountant.rdp).reshape(orders.shape)
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        if any(part.relation is not _ADD_OR_REMOVE for part in self.events):
+        if self.relation is not _ADD_OR_REMOVE:
             return None
-        parts = [
-            part.event
-            if part.count == 1
-            else dp_accounting.SelfComposedDpEvent(part.event, part.count)
-            for part in self.events
-        ]
-        if self.gaussian_mu:
-            parts.append(dp_accounting.GaussianDpEvent(1 / self.gaussian_mu))
-        return parts[0] if len(parts) == 1 else dp_accounting.ComposedDpEvent(parts)
+        if self.count == 1:
+            return self.event
+        return dp_accounting.SelfComposedDpEvent(self.event, self.count)
+
+
+def losses_compose(events: Sequence[EventCurve]) -> bool:
+    """Whether all have losses that compose.
+
+    Pairs that are not symmetric compose in one order, that of a common relation. A record that is
+    zeroed and one that is removed have one order: the data set that has it is first.
+
+    Raises:
+        ValueError: They do not, and not all have divergences.
+    """
+    are_known, orders = True, set()
+    for part in events:
+        profile = event_profile(part.event, part.relation)
+        if profile is None:
+            are_known &= stock_pld_supports(part.event, part.count, part.relation)
+        if profile is None or not profile.is_symmetric:
+            orders.add(_ADD_OR_REMOVE if part.relation is _REPLACE_SPECIAL else part.relation)
+    if are_known and len(orders) <= 1:
+        return True
+    if not all(part.rdp_is_known for part in events):
+        raise ValueError(
+            "neither dp-accounting's PLD nor its RDP accountant supports all the events"
+        )
+    return False
 
 
 def standard_curve(
@@ -134,12 +116,14 @@ def standard_curve(
             return GaussianCurve(mu * math.sqrt(count))
     if isinstance(event, dp_accounting.NonPrivateDpEvent) or has_zero_noise(event):
         return GaussianCurve(math.inf if count else 0.0)
-    return StandardCurve((_stock_event(event, count, relation),))
+    curve = _event_curve(event, count, relation)
+    losses_compose([curve])
+    return curve
 
 
-def _stock_event(
+def _event_curve(
     event: dp_accounting.DpEvent, count: int, relation: NeighboringRelation
-) -> StockEvent:
+) -> EventCurve:
     """Translates a user's event under `relation` for a stock accountant.
 
     Zeroing a record is adding or removing it where the event is additive noise on a sum. Under
@@ -150,20 +134,20 @@ def _stock_event(
     event = _with_noise(event, 1.0)
     name = type(event).__name__
     if pair_curve(event, relation) is not None:
-        return StockEvent(event, count, relation)
+        return EventCurve(event, count, relation)
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
         if relation is _ADD_OR_REMOVE:
             raise ValueError(
                 f"{name} under ADD_OR_REMOVE_ONE: its number of records is fixed. "
                 "Use REPLACE_SPECIAL or REPLACE_ONE."
             )
-        return StockEvent(_with_noise(event, 0.5), count, _REPLACE_ONE)
+        return EventCurve(_with_noise(event, 0.5), count, _REPLACE_ONE)
     if relation is _REPLACE_SPECIAL and name in _ADDITIVE_NOISE:
-        return StockEvent(event, count, _ADD_OR_REMOVE)
+        return EventCurve(event, count, _ADD_OR_REMOVE)
     if relation is not _REPLACE_ONE or name in _READ_RIGHT_UNDER_REPLACE_ONE:
-        return StockEvent(event, count, relation)
+        return EventCurve(event, count, relation)
     if isinstance(event, dp_accounting.LaplaceDpEvent):
-        return StockEvent(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)
+        return EventCurve(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)
     raise ValueError(
         f"{name} under REPLACE_ONE: unknown, or the stock accountants do not agree on its "
         "sensitivity. Use REPLACE_SPECIAL."

@@ -31,7 +31,7 @@ from hidden_state_accountants.curves.by_profile import (
 )
 from hidden_state_accountants.curves.losses import GRID, Losses, PrivacyLoss, losses_of
 from hidden_state_accountants.curves.renyi import ORDERS
-from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+from hidden_state_accountants.curves.standard import EventCurve
 
 _SMALLEST_LEVEL = 1e-60  # of tests: groups multiply small deltas
 _LEVELS = 60_000
@@ -237,5 +237,5 @@ def of_cohort(curve: Curve, rate: float) -> Curve:
     if curve.mu is not None:
         once = dp_accounting.GaussianDpEvent(1 / curve.mu)
         event = dp_accounting.PoissonSampledDpEvent(rate, once)
-        return StandardCurve((StockEvent(event, 1, NeighboringRelation.ADD_OR_REMOVE_ONE),))
+        return EventCurve(event, 1, NeighboringRelation.ADD_OR_REMOVE_ONE)
     return CohortCurve(curve, rate)

@@ -18,7 +18,7 @@ from hidden_state_accountants.curves.base import (
 from hidden_state_accountants.curves.composed import ComposedCurve, compose_curves
 from hidden_state_accountants.curves.composed_loss import ComposedLoss
 from hidden_state_accountants.curves.gaussian import delta_from_mu, deltas_from_mu
-from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+from hidden_state_accountants.curves.standard import EventCurve
 
 WEIGHTS, MUS = [0.5, 0.3, 0.2], [0.0, 0.7, 1.9]
 EPSILONS = (0.0, 0.1, 1.0, 3.0, 6.0)
@@ -34,7 +34,7 @@ def linear(rho):
 
 def sampled():
     event = dp_accounting.PoissonSampledDpEvent(0.1, dp_accounting.GaussianDpEvent(1.5))
-    return StandardCurve((StockEvent(event, 20, NeighboringRelation.ADD_OR_REMOVE_ONE),))
+    return EventCurve(event, 20, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
 def test_arrays_of_deltas_equal_the_scalars():
@@ -194,8 +194,8 @@ class TestComposition:
         parts = [(once, 1), (other, 2), (once, 2), (sampled(), 3), (sampled(), 1), (other, 1)]
         curve = compose_curves(parts)
         assert sorted(count for _, count in curve.parts) == [1, 3, 3, 3]
-        (events,) = [part.events for part, _ in curve.parts if isinstance(part, StandardCurve)]
-        assert [event.count for event in events] == [4 * 20]
+        (event,) = [part for part, _ in curve.parts if isinstance(part, EventCurve)]
+        assert event.count == 4 * 20
         orders = np.array([1.5, 3.0])
         apart = sum(count * part.rdp(orders) for part, count in parts)
         np.testing.assert_allclose(curve.rdp(orders), apart, rtol=1e-12)

@@ -12,10 +12,15 @@ from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.curves.base import CurveWithDelta, GaussianMixtureCurve, RdpCurve
+from hidden_state_accountants.curves.base import (
+    CurveWithDelta,
+    GaussianCurve,
+    GaussianMixtureCurve,
+    RdpCurve,
+)
 from hidden_state_accountants.curves.by_profile import SampledCurve, replaced_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+from hidden_state_accountants.curves.standard import EventCurve
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
@@ -23,7 +28,7 @@ DELTAS = (1e-20, 1e-17, 1e-14, 3e-14, 1e-13, 1e-12, 1e-9, 1e-5, 1e-2, 0.5)
 
 
 def standard(event, count, relation=ADD_OR_REMOVE, mu=0.0):
-    return StandardCurve((StockEvent(event, count, relation),), gaussian_mu=mu)
+    return compose_curves([(EventCurve(event, count, relation), 1), (GaussianCurve(mu), 1)])
 
 
 def poisson(rate, noise):

@@ -190,8 +190,9 @@ def test_split_noise_is_split():
     effect = Effect.of(event, SPECIAL)
     budget = float(effect.error_budget(np.array(3), np.array(3)))
     curve = _split(event, effect, budget)
-    share = (curve.events[0].event.event.noise_multiplier * effect.step / 0.3) ** 2
-    assert share + budget / (0.3 * curve.gaussian_mu) ** 2 == pytest.approx(1, rel=1e-12)
+    (sampled, _), (gaussian, _) = curve.parts
+    share = (sampled.event.event.noise_multiplier * effect.step / 0.3) ** 2
+    assert share + budget / (0.3 * gaussian.mu) ** 2 == pytest.approx(1, rel=1e-12)
     weights, shifts = [], []
     for weight, joins in enumerate_patterns(Order.POISSON, 4, 1, 8 / 9):
         _, total = simulate(joins, HOLD, np.full((4, 1), 2.0), 1.0, 1.0, 8)

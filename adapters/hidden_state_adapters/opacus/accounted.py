@@ -14,7 +14,8 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import Assumption, Guarantee
 from hidden_state_accountants.bounds.assumptions import COMMON
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
-from hidden_state_accountants.curves.standard import StandardCurve, StockEvent
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.standard import EventCurve
 from hidden_state_accountants.guarantee import Status, merge_assumptions
 from hidden_state_accountants.runs.base import Run, run_of
 from hidden_state_adapters.opacus.data.reading import drawn_rate
@@ -110,6 +111,5 @@ def _curve(rows: tuple[Row, ...]) -> Curve:
             continue
         gaussian = dp_accounting.GaussianDpEvent(noise)
         event = dp_accounting.PoissonSampledDpEvent(drawn_rate(rate), gaussian)
-        sampled.append(StockEvent(event, steps, NeighboringRelation.ADD_OR_REMOVE_ONE))
-    mu = math.sqrt(mu_squared)
-    return StandardCurve(tuple(sampled), gaussian_mu=mu) if sampled else GaussianCurve(mu)
+        sampled.append((EventCurve(event, steps, NeighboringRelation.ADD_OR_REMOVE_ONE), 1))
+    return compose_curves([*sampled, (GaussianCurve(math.sqrt(mu_squared)), 1)])
