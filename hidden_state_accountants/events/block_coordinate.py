@@ -20,7 +20,7 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.events.plain_types import PlainEvent
-from hidden_state_accountants.events.schedule import Schedule, per_step
+from hidden_state_accountants.events.schedule import Schedule, parse_schedule, per_step
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -128,33 +128,20 @@ class BlockCoordinateDpEvent(PlainEvent):
         validate.fields(self, validate.magnitude, *given, positive=given == ["clip_norm"])
 
     def _noise(self) -> float | Schedule:
-        value = self.noise_variance
-        if isinstance(value, np.ndarray) and value.ndim == 0:
-            value = value.item()
-        if isinstance(value, np.ndarray | list | tuple):
-            value = self._noise_of_array(value)
-        if not isinstance(value, Schedule):
-            return validate.magnitude("noise_variance", value)
-        if value.num_steps != self.num_steps:
-            raise ValueError(
-                f"Expected noise_variance to cover {self.num_steps} steps, got {value.num_steps}."
-            )
-        for number in value.values:
-            validate.magnitude("noise_variance at every step", number)
-        return value.values[0] if len(value.values) == 1 else value
-
-    def _noise_of_array(self, value: Any) -> Schedule:
-        shape = (self.num_epochs, self.batches_per_epoch)
-        try:
-            array = np.asarray(value)
-        except ValueError:  # rows of different lengths
-            array = np.empty(0, dtype=object)
-        if array.shape != shape or array.dtype.kind not in "fiu":
-            raise TypeError(
-                f"Expected noise_variance to be a number or real numbers of shape {shape} "
-                f"(epochs, batches), got shape {array.shape} and dtype {array.dtype}."
-            )
-        return Schedule.from_sequence(array.ravel(), "noise_variance")
+        value: Any = self.noise_variance
+        if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim):
+            shape = (self.num_epochs, self.batches_per_epoch)
+            try:
+                array = np.asarray(value)
+            except ValueError:  # rows of different lengths
+                array = np.empty(0, dtype=object)
+            if array.shape != shape or array.dtype.kind not in "fiu":
+                raise TypeError(
+                    f"Expected noise_variance to be a number or real numbers of shape {shape} "
+                    f"(epochs, batches), got shape {array.shape} and dtype {array.dtype}."
+                )
+            value = array.ravel()
+        return parse_schedule("noise_variance", value, self.num_steps)
 
     @property
     def batches_per_epoch(self) -> int:

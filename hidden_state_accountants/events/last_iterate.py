@@ -33,17 +33,14 @@ from hidden_state_accountants.events.batch_order import (
     unmet_relation,
 )
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.events.schedule import Schedule, per_step, same_in_all_steps
+from hidden_state_accountants.events.schedule import (
+    Schedule,
+    parse_schedule,
+    per_step,
+    same_in_all_steps,
+)
 
 _SCHEDULED = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
-
-
-def _to_schedule(name: str, value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        return value.item()
-    if isinstance(value, np.ndarray | list | tuple | range):
-        return Schedule.from_sequence(value, name)
-    return value
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -146,23 +143,8 @@ class LastIterateDpEvent(DealtEvent):
         self._check_decay()
 
     def _scheduled(self, name: str, value: Any, *, positive: bool = False) -> float | Schedule:
-        value = _to_schedule(name, value)
-        small_is_zero = name == "weight_decay"  # 1 - learning_rate * weight_decay rounds to 1
-        if not isinstance(value, Schedule):
-            if small_is_zero:
-                return validate.real(name, value, minimum=0)
-            return validate.magnitude(name, value, positive=positive)
-        if value.num_steps != self.num_steps:
-            raise ValueError(
-                f"Expected {name} to cover num_steps = {self.num_steps} steps, "
-                f"got {value.num_steps}."
-            )
-        if positive and min(value.values) <= 0:
-            raise ValueError(f"Expected {name} > 0 at every step, got {min(value.values)!r}.")
-        if not small_is_zero:
-            validate.magnitude(name, min(filter(None, value.values), default=1.0))
-            validate.magnitude(name, max(value.values))
-        return value.values[0] if len(value.values) == 1 else value
+        is_small = name == "weight_decay"  # 1 - learning_rate * weight_decay rounds to 1
+        return parse_schedule(name, value, self.num_steps, positive=positive, is_small=is_small)
 
     def _released(self) -> tuple[int, ...]:
         if isinstance(self.release_steps, str) or not isinstance(self.release_steps, Iterable):

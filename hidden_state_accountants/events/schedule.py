@@ -84,6 +84,38 @@ class Schedule:
     to_named_tuple = dp_event.DpEvent.to_named_tuple
 
 
+def parse_schedule(
+    name: str, value: Any, num_steps: int, *, positive: bool = False, is_small: bool = False
+) -> float | Schedule:
+    """What was declared of a field that may change while training; a number if it does not.
+
+    Args:
+        name: Of the field.
+        value: A number, a sequence with one entry per step, or a `Schedule`.
+        num_steps: How many steps it has to cover.
+        positive: Whether it has to be above 0 at every step.
+        is_small: Whether a number below 1/`validate.LARGEST` is one, too.
+    """
+    if isinstance(value, np.ndarray) and value.ndim == 0:
+        value = value.item()
+    if isinstance(value, np.ndarray | list | tuple | range):
+        value = Schedule.from_sequence(value, name)
+    if not isinstance(value, Schedule):
+        if is_small:
+            return validate.real(name, value, minimum=0)
+        return validate.magnitude(name, value, positive=positive)
+    if value.num_steps != num_steps:
+        raise ValueError(
+            f"Expected {name} to cover num_steps = {num_steps} steps, got {value.num_steps}."
+        )
+    if positive and min(value.values) <= 0:
+        raise ValueError(f"Expected {name} > 0 at every step, got {min(value.values)!r}.")
+    if not is_small:
+        validate.magnitude(name, min(filter(None, value.values), default=1.0))
+        validate.magnitude(name, max(value.values))
+    return value.values[0] if len(value.values) == 1 else value
+
+
 def _as_array(sequence: Any) -> Any:
     return sequence if isinstance(sequence, np.ndarray) else list(sequence)
 

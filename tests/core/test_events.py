@@ -207,21 +207,6 @@ class TestLossGeometry:
         assert LossGeometry.squared_error(3.0).lipschitz is None
         assert LossGeometry.huber(3.0, 0.5).lipschitz == 1.5
 
-    @pytest.mark.parametrize(
-        "loss",
-        [
-            LossGeometry.convex(1.0),
-            LossGeometry.strongly_convex(1.0, 0.5, 2.0),
-            LossGeometry.weakly_convex(1.0, 0.5),
-            LossGeometry.smooth(1.0),
-            LossGeometry.hoelder(1.0, 0.5, lipschitz=3.0),
-            LossGeometry.linear(1.0),
-            LossGeometry.generalized_linear(1.0),
-        ],
-    )
-    def test_repr_evaluates_to_itself(self, loss):
-        assert eval(repr(loss)) == loss
-
 
 class TestAsComposition:
     """`as_composition` under stock accountants with ADD_OR_REMOVE_ONE."""
