@@ -41,16 +41,12 @@ from hidden_state_adapters.opacus.stock.run import ON_TRUST, OWN_COINS, StockDec
 MECHANISM = "hidden_state"
 
 _UNDECLARED = (
-    "No run was declared: epsilon is that of composition under Poisson sampling (every iterate may "
-    "be released) and holds for Poisson loaders only (poisson_sampling=True). For the last iterate "
-    "call engine.accountant.declare_run(criterion=..., feature_norm=...) before training; for "
-    "other loaders declare_run() without arguments reads them."
-)
-_WRITTEN = (
-    "The history was written directly, as make_private_with_epsilon does: epsilon is that of "
-    "composition under Poisson sampling and ADD_OR_REMOVE_ONE. Batches in another order have "
-    "another epsilon: find their noise with HiddenStatePrivacyEngine.make_private_with_epsilon, or "
-    "with hidden_state_accountants.calibrate_noise, and call make_private."
+    "No run was declared: epsilon is that of composition under Poisson sampling and "
+    "ADD_OR_REMOVE_ONE (every iterate may be released), and holds for Poisson loaders only. For "
+    "the last iterate call engine.accountant.declare_run(criterion=..., feature_norm=...) before "
+    "training; for other loaders declare_run() without arguments reads them, and their noise is "
+    "found by HiddenStatePrivacyEngine.make_private_with_epsilon or by "
+    "hidden_state_accountants.calibrate_noise."
 )
 
 
@@ -89,7 +85,7 @@ class HiddenStateAccountant(IAccountant):
         self._is_restored = False  # with what the weights of a checkpoint show
         super().__init__()
         self.neighboring_relation = validate.neighboring_relation(neighboring_relation)
-        self._warned: set[str] = set()
+        self._has_warned = False
         self._refusals: list[str] = []
         self._composed: tuple[Any, Guarantee] | None = None  # of what was recorded then
 
@@ -231,7 +227,6 @@ class HiddenStateAccountant(IAccountant):
                 "figure of the history would stand for theirs. Use a fresh accountant."
             )
         self._history: list[Row] = [(float(n), float(q), int(k)) for n, q, k in rows]
-        self._is_written = bool(self._history)  # a question (calibration), not a training run
         self._of_undeclared = (ON_TRUST,) if self._history else ()
 
     def __len__(self) -> int:
@@ -253,7 +248,6 @@ class HiddenStateAccountant(IAccountant):
         self._add_row(noise_multiplier, sample_rate)
 
     def _add_row(self, noise_multiplier: float, sample_rate: float) -> None:
-        self._is_written = False
         row = float(noise_multiplier), float(sample_rate)
         if self._history and self._history[-1][:2] == row:
             self._history[-1] = (*row, self._history[-1][2] + 1)
@@ -340,10 +334,9 @@ class HiddenStateAccountant(IAccountant):
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
         """
-        text = _WRITTEN if self._is_written else _UNDECLARED
-        if self._history and text not in self._warned:
-            self._warned.add(text)
-            warnings.warn(text, UserWarning, stacklevel=3)
+        if self._history and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(_UNDECLARED, UserWarning, stacklevel=3)
         return self.guarantee.epsilon(delta)
 
     @property
@@ -416,7 +409,6 @@ class HiddenStateAccountant(IAccountant):
             if self._runs:
                 raise ValueError("Expected the state of a declared run, got undeclared steps.")
             self.history = state_dict["history"]
-            self._is_written = False
             stored = declared_by(state_dict)
             self._of_undeclared = merge_assumptions([self._of_undeclared, stored])
         for reason in state_dict.get("refusals", ()):

@@ -376,7 +376,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             loss_reduction=arguments.loss_reduction,
             generator=self.secure_rng if self.secure_mode else generator,
             secure_mode=self.secure_mode,
-            **declared.mechanism.arguments_of_optimizer(declared),
         )
         is_first = opacus.get("batch_first", True)
         loader = private_loader(loader, plan, run.cursor, batch_first=is_first)

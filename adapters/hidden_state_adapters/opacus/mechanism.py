@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -11,9 +12,10 @@ from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
 
-from hidden_state_accountants import Assumption
+from hidden_state_accountants import Assumption, RunRecorder, UnsupportedRunError
 from hidden_state_accountants.runs.base import Run, Step
 from hidden_state_adapters.opacus.gradients.figures import Figure
+from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
@@ -50,7 +52,7 @@ class Mechanism:
         secret: What a copy of the optimizer would give away, beside missing steps; or "".
 
     Args:
-        optimizer: The private optimizer that it belongs to.
+        optimizer: The PrivateOptimizer that it belongs to.
     """
 
     base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
@@ -64,10 +66,11 @@ class Mechanism:
     takes_pieces: ClassVar[bool] = True
     secret: ClassVar[str] = ""
 
-    def __init__(self, optimizer: DPOptimizer):
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Any):
+        self.optimizer: DPOptimizer = optimizer
         self.base: Optimizer = optimizer.original_optimizer
         self.params: list[nn.Parameter] = optimizer.params
+        self.declared: DeclaredRun = optimizer.run.declared
 
     # Before there is an optimizer: what make_private asks.
 
@@ -103,11 +106,6 @@ class Mechanism:
     def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> Run:
         """What records the declared run."""
         raise NotImplementedError
-
-    @classmethod
-    def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
-        """Arguments that its optimizer takes beside those of DPOptimizer."""
-        return {}
 
     # What is said about it
 
@@ -221,6 +219,68 @@ class Mechanism:
             state_dict: What is loaded.
             is_checkpoint: Whether the engine loads it, with everything else of a run.
         """
+
+
+class ClippedSum(Mechanism):
+    """Clips and adds up as Opacus does. A subclass says what moves along the noisy mean.
+
+    Args:
+        optimizer: The private optimizer.
+    """
+
+    constant = "make_private accounts one run of one kind. Call it again for another one."
+
+    def __init__(self, optimizer: DPOptimizer):
+        super().__init__(optimizer)
+        self._clip_norm: float | None = None  # of the pieces of the current batch
+
+    @classmethod
+    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> RunRecorder:
+        """What records the declared run."""
+        return RunRecorder(**cls.constants(declared))
+
+    @classmethod
+    def constants(cls, declared: DeclaredRun) -> dict[str, Any]:
+        """The fields of a `LastIterateDpEvent` that stay the same in a run."""
+        maps = declared.maps.values()
+        params = declared.trained
+        return {
+            **declared.batches,
+            "loss": declared.loss,
+            "prox_strong_convexity": sum(part.strong_convexity for part in maps),
+            "domain_diameter": min((part.diameter(params) for part in maps), default=math.inf),
+            "max_batch_size": declared.arguments.batch_order.max_batch_size,
+        }
+
+    def accumulate(self, piece: Piece) -> None:
+        r"""Adds what Opacus would.
+
+        .. math:: \sum_i \min(1, C / (|g_i| + 10^{-6}))\, g_i
+        """
+        clip_norm = float(self.optimizer.max_grad_norm)
+        self._check_same_clip_norm(piece, clip_norm)
+        self._clip_norm = clip_norm
+        self.clip(piece, clip_norm)
+
+    def clip(self, piece: Piece, clip_norm: float) -> None:
+        """Adds the clipped gradients of a piece to the sums."""
+        piece.add_sums(opacus_clip_factors(piece.norms, clip_norm))
+
+    def forget_pieces(self) -> None:
+        """See `Mechanism.forget_pieces`."""
+        self._clip_norm = None
+
+    def check_pieces(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if the noise is for another clip norm."""
+        self._check_same_clip_norm(piece, float(self.optimizer.max_grad_norm))
+        self._clip_norm = None
+
+    def _check_same_clip_norm(self, piece: Piece, clip_norm: float) -> None:
+        if self._clip_norm is not None and clip_norm != self._clip_norm:
+            raise UnsupportedRunError(
+                f"step {piece.step} clips to {self._clip_norm:g} and then uses {clip_norm:g}. "
+                "Change max_grad_norm between logical steps only."
+            )
 
 
 def move_by_any_rule(base: Optimizer) -> None:

@@ -49,7 +49,6 @@ class PrivateOptimizer(DPOptimizer):
         loss_reduction: "mean" or "sum".
         generator: Source of the noise; None is one of our own, which no seed reaches.
         secure_mode: Needs torchcsprng.
-        **options: Of the mechanism.
     """
 
     mechanism_type: ClassVar[type[Mechanism]]
@@ -70,7 +69,6 @@ class PrivateOptimizer(DPOptimizer):
         loss_reduction: str = "mean",
         generator: torch.Generator | None = None,
         secure_mode: bool = False,
-        **options: Any,
     ):
         if run is None:
             raise TypeError(
@@ -92,7 +90,7 @@ class PrivateOptimizer(DPOptimizer):
         run.optimizer = self
         self._batch, self._source = run.batch, run.source
         self._totals = Totals(0, 0.0)  # of the current step
-        self.mechanism = self.mechanism_type(self, **options)
+        self.mechanism = self.mechanism_type(self)
         self._settings = Settings(
             self,
             lambda: self.mechanism.settings,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
+from opacus.optimizers import DPPerLayerOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import Assumption, LastIterateDpEvent
 from hidden_state_accountants.runs.base import Step
 from hidden_state_adapters.opacus.gradients.piece import Piece
-from hidden_state_adapters.opacus.mechanism import move_by_any_rule
-from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
+from hidden_state_adapters.opacus.mechanism import ClippedSum, move_by_any_rule
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
@@ -39,7 +38,6 @@ class AnyUpdateRule(ClippedSum):
 
     Args:
         optimizer: The private optimizer.
-        clip_norms: One for each parameter, or None: `max_grad_norm` for all together.
     """
 
     refused = {  # noqa: RUF012
@@ -53,9 +51,12 @@ class AnyUpdateRule(ClippedSum):
     hides_iterates = False
     is_composed = True
 
-    def __init__(self, optimizer: DPOptimizer, clip_norms: Sequence[float] | None = None):
+    def __init__(self, optimizer: Any):
         super().__init__(optimizer)
-        self._clip_norms = optimizer.max_grad_norms = clip_norms
+        arguments = self.declared.arguments
+        # One for each parameter, or None: `max_grad_norm` for all together.
+        self._clip_norms = arguments.max_grad_norm if arguments.clips_per_layer else None
+        optimizer.max_grad_norms = self._clip_norms
         source = optimizer.run.source
         self._is_ghost = isinstance(source, SampledRun) and source.ghost is not None
         self._other_rule = ""  # of the last step that was not one of plain SGD
@@ -81,12 +82,6 @@ class AnyUpdateRule(ClippedSum):
             num_steps=num_steps,
             **cls.constants(declared),
         )
-
-    @classmethod
-    def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
-        """The clip norms of the parameters."""
-        arguments = declared.arguments
-        return {"clip_norms": arguments.max_grad_norm if arguments.clips_per_layer else None}
 
     @property
     def update_rule(self) -> str:
@@ -186,7 +181,7 @@ class ComposedOptimizer(PrivateOptimizer):
     Args:
         optimizer: Any optimizer that sees nothing of the records but the noisy gradients.
         run: See `PrivateOptimizer`.
-        **kwargs: Of DPOptimizer, and clip_norms: one for each parameter.
+        **kwargs: Of DPOptimizer.
 
     Raises:
         UnsupportedRunError: From `step`, when the run is not the declared one; the text says which

@@ -56,9 +56,6 @@ class BlockCoordinateSteps(Mechanism):
 
     Args:
         optimizer: The private optimizer.
-        l1: Weight of the lasso.
-        l2: Weight of the squared norm.
-        nonnegative: Whether the parameters are kept >= 0.
     """
 
     base_types = (SGD,)
@@ -75,12 +72,12 @@ class BlockCoordinateSteps(Mechanism):
     )
     takes_pieces = False
 
-    def __init__(
-        self, optimizer: DPOptimizer, *, l1: float = 0.0, l2: float = 0.0, nonnegative: bool = False
-    ):
+    def __init__(self, optimizer: DPOptimizer):
         super().__init__(optimizer)
         self._blocks = _blocks_of(self.base)
-        self._regulariser = Regulariser(l1=l1, l2=l2, low=0.0 if nonnegative else -math.inf)
+        options: BlockCoordinate = self.declared.arguments.mechanism
+        low = 0.0 if options.nonnegative else -math.inf
+        self._regulariser = Regulariser(l1=options.l1, l2=options.l2, low=low)
         self._noise_multiplier = 0.0  # of the current step
 
     # Before there is an optimizer
@@ -128,11 +125,6 @@ class BlockCoordinateSteps(Mechanism):
             **_settings(declared),
         )
         return run.event()
-
-    @classmethod
-    def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
-        """The regulariser."""
-        return attrs.asdict(declared.arguments.mechanism)
 
     # What stays the same
 

@@ -60,8 +60,6 @@ class DiceSteps(Mechanism):
 
     Args:
         optimizer: The private optimizer.
-        error_max_grad_norm: C_2.
-        automatic: Whether both clips normalise.
     """
 
     base_types: ClassVar[tuple[type[Optimizer], ...]] = (SGD,)
@@ -79,11 +77,11 @@ class DiceSteps(Mechanism):
     hides_iterates = False
     secret = ", and it holds data of the records without noise"
 
-    def __init__(
-        self, optimizer: DPOptimizer, error_max_grad_norm: float, *, automatic: bool = False
-    ):
+    def __init__(self, optimizer: DPOptimizer):
         super().__init__(optimizer)
-        self.error_max_grad_norm, self.automatic = error_max_grad_norm, automatic
+        arguments = self.declared.arguments
+        self.error_max_grad_norm = _error_clip(arguments.mechanism, arguments.clip_norm)
+        self.automatic: bool = arguments.mechanism.automatic
         self.hidden = HiddenError(self.params)
 
     # Before there is an optimizer
@@ -138,14 +136,6 @@ class DiceSteps(Mechanism):
             **_settings(declared, noise_multiplier),
         )
         return run.event()
-
-    @classmethod
-    def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
-        """The second clip, and whether both normalise."""
-        arguments = declared.arguments
-        options: DiceSGD = arguments.mechanism
-        error_clip = _error_clip(options, arguments.clip_norm)
-        return {"error_max_grad_norm": error_clip, "automatic": options.automatic}
 
     # What stays the same
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -13,13 +10,11 @@ from hidden_state_accountants import LastIterateDpEvent, UnsupportedRunError
 from hidden_state_accountants.runs.base import Step
 from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
 from hidden_state_adapters.opacus.gradients.piece import Piece
-from hidden_state_adapters.opacus.mechanism import move_by_sgd
-from hidden_state_adapters.opacus.mechanisms.clipped_sum import ClippedSum
+from hidden_state_adapters.opacus.mechanism import ClippedSum, move_by_sgd
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, sgd_options
-from hidden_state_adapters.opacus.step_maps import StepMap
 
 
 class NoisySgd(ClippedSum):
@@ -27,21 +22,14 @@ class NoisySgd(ClippedSum):
 
     Args:
         optimizer: The private optimizer.
-        lipschitz: The declared bound on the gradients, or None.
-        maps: What follows the noisy step: a prox, then a projection.
     """
 
     base_types = (SGD,)
     checked = "plain SGD with equal groups; learning rate, decay, clip norm and noise as recorded"
 
-    def __init__(
-        self,
-        optimizer: DPOptimizer,
-        lipschitz: float | None = None,
-        maps: Iterable[StepMap] = (),
-    ):
+    def __init__(self, optimizer: DPOptimizer):
         super().__init__(optimizer)
-        self._lipschitz, self._maps = lipschitz, tuple(maps)
+        self._lipschitz, self._maps = self.declared.lipschitz, tuple(self.declared.maps.values())
 
     @classmethod
     def check_arguments(
@@ -74,11 +62,6 @@ class NoisySgd(ClippedSum):
             num_steps=num_steps,
             **cls.constants(declared),
         )
-
-    @classmethod
-    def arguments_of_optimizer(cls, declared: DeclaredRun) -> dict[str, Any]:
-        """The declared bound, and the maps."""
-        return {"lipschitz": declared.lipschitz, "maps": declared.maps.values()}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
