@@ -91,12 +91,7 @@ class PrivateOptimizer(DPOptimizer):
         self._batch, self._source = run.batch, run.source
         self._totals = Totals(0, 0.0)  # of the current step
         self.mechanism = self.mechanism_type(self)
-        self._settings = Settings(
-            self,
-            lambda: self.mechanism.settings,
-            self.mechanism.check_update_rule,
-            self.mechanism.constant,
-        )
+        self._settings = Settings(self.mechanism)
         self._largest_norm = 0.0  # of the current step
         self._is_moving = False
 

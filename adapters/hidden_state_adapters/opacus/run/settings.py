@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,66 +37,51 @@ class Settings:
     """Refuses another inner optimizer, a step hook, or settings that changed.
 
     Args:
-        optimizer: The private optimizer, as it is at the start of the run.
-        settings: Gives what has to stay the same, by name.
-        check_update_rule: Raises UnsupportedRunError unless the inner optimizer makes steps that
-            the bound is about.
-        constant: What the bound needs, in words.
+        mechanism: The `Mechanism` of the run, at its start: says what has to stay the same, and
+            refuses an update rule that its bound is not about.
     """
 
-    def __init__(
-        self,
-        optimizer: DPOptimizer,
-        settings: Callable[[], Mapping[str, Any]],
-        check_update_rule: Callable[[Optimizer], None],
-        constant: str,
-    ):
-        self._optimizer, self._base = optimizer, optimizer.original_optimizer
-        self._settings, self._check_update_rule = settings, check_update_rule
-        self._constant = constant
-        self._fixed, self._generator = dict(settings()), optimizer.generator
+    def __init__(self, mechanism: Any):
+        self._mechanism, self._optimizer = mechanism, mechanism.optimizer
+        self._fixed, self._generator = dict(mechanism.settings), self._optimizer.generator
         self._valid_noise: Any = None  # that was looked at last
 
     def check(self, step: int) -> None:
         """Raises UnsupportedRunError if something is not as it was."""
-        if hasattr(self._optimizer, "grad_scale") or hasattr(self._optimizer, "found_inf"):
+        optimizer, mechanism = self._optimizer, self._mechanism
+        if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
             raise UnsupportedRunError(
                 "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
                 "loss (which changes its smoothness and what is clipped) and skips steps. Train in "
                 "float32 without it."
             )
-        noise = self._optimizer.noise_multiplier
+        noise = optimizer.noise_multiplier
         if type(noise) is not float or noise != self._valid_noise:
             validate.magnitude("noise_multiplier", noise)
             self._valid_noise = noise
-        if self._optimizer.original_optimizer is not self._base:
+        if optimizer.original_optimizer is not mechanism.base:
             raise UnsupportedRunError(
                 f"step {step} uses another original_optimizer than the one at the start of the "
                 "run. Make another private optimizer for another one."
             )
-        self._check_update_rule(self._base)
-        self.check_unchanged(f"step {step} uses")
-        if self._optimizer.generator is not self._generator:
+        mechanism.check_update_rule(mechanism.base)
+        now = mechanism.settings
+        for name, expected in self._fixed.items():
+            if now[name] is not expected and now[name] != expected:
+                raise UnsupportedRunError(
+                    f"step {step} uses {name} = {now[name]!r}, expected {expected!r} as at the "
+                    f"start of the run: {mechanism.constant}"
+                )
+        if optimizer.generator is not self._generator:
             raise UnsupportedRunError(
                 f"step {step} uses another noise generator than at the start of the run: its noise "
                 "may be that of earlier steps. Leave it alone."
             )
-        if self._optimizer.step_hook is not None:
+        if optimizer.step_hook is not None:
             raise UnsupportedRunError(
                 f"step {step} has a step_hook, which sees the gradients and can change them. Do "
                 "your own work after optimizer.step()."
             )
-
-    def check_unchanged(self, what: str = "The optimizer has") -> None:
-        """Raises UnsupportedRunError if a setting is not as it was."""
-        settings = self._settings()
-        for name, expected in self._fixed.items():
-            now = settings[name]
-            if now is not expected and now != expected:
-                raise UnsupportedRunError(
-                    f"{what} {name} = {now!r}, expected {expected!r} as at the start of the run: "
-                    f"{self._constant}"
-                )
 
 
 def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
