@@ -234,27 +234,26 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
         )
     sampler = batches.sampler
     size = len(data_loader.dataset)  # type: ignore[arg-type]
-    if type(sampler) is SequentialSampler and sampler.data_source is data_loader.dataset:
-        return range(size)
-    if type(sampler) is RandomSampler and batch_order is not BatchOrder.CYCLIC:
-        if not sampler.replacement and sampler.num_samples == size:
-            return range(size)  # the order of the loader does not matter
-    if type(sampler) is SubsetRandomSampler and batch_order is not BatchOrder.CYCLIC:
-        _refuse_repeated_indices(sampler.indices, data_loader.dataset, "SubsetRandomSampler")
-        return _copy(sampler.indices)  # nor does it here
-    if isinstance(sampler, list | tuple | range):
-        _refuse_repeated_indices(sampler, data_loader.dataset, "the sampler")
-        return _copy(sampler)
     is_whole = type(sampler) is RandomSampler and not sampler.replacement
-    if type(sampler) is SubsetRandomSampler or (is_whole and sampler.num_samples == size):
-        given = "shuffle=True" if is_whole else "SubsetRandomSampler"
+    is_whole = is_whole and sampler.num_samples == size
+    if (is_whole or type(sampler) is SubsetRandomSampler) and batch_order is BatchOrder.CYCLIC:
         raise UnsupportedRunError(
             f'Expected records in a fixed order with batch_order="{batch_order.value}", got '
-            f"{given}, which draws a new order in every epoch. "
-            'Pass batch_order="reshuffled" for a new secret order in every epoch, or '
+            f"{'shuffle=True' if is_whole else 'SubsetRandomSampler'}, which draws a new order in "
+            'every epoch. Pass batch_order="reshuffled" for a new secret order in every epoch, or '
             'batch_order="poisson" for Opacus\' sampling; both are drawn here. For a fixed, public '
             "order pass shuffle=False."
         )
+    # Elsewhere the order of the loader does not matter.
+    if is_whole or (
+        type(sampler) is SequentialSampler and sampler.data_source is data_loader.dataset
+    ):
+        return range(size)
+    indices = sampler.indices if type(sampler) is SubsetRandomSampler else sampler
+    if isinstance(indices, list | tuple | range) or indices is not sampler:
+        name = "the sampler" if indices is sampler else "SubsetRandomSampler"
+        _refuse_repeated_indices(indices, data_loader.dataset, name)
+        return indices if isinstance(indices, range) else tuple(int(index) for index in indices)
     shuffles = "a sampler may repeat, leave out or reorder records"
     if isinstance(sampler, DistributedSampler):
         shuffles = (
@@ -265,10 +264,6 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
         f"Expected records in the fixed order of the data set, got sampler={_name(sampler)}: "
         f"{shuffles}. {_FIXED_ORDER}"
     )
-
-
-def _copy(order: Sequence[int]) -> Sequence[int]:
-    return order if isinstance(order, range) else tuple(int(index) for index in order)
 
 
 def refuse_repeated_records(dataset: Any) -> None:

@@ -27,7 +27,7 @@ from hidden_state_adapters.opacus.gradients.noise import check_noise_source
 from hidden_state_adapters.opacus.head.curvature import uses_curvature
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.group import WRAPPERS, ProcessGroup, trains_together
-from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule, declared_schedule
+from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.iterate import check_parameters
 from hidden_state_adapters.opacus.step_maps import StepMap
@@ -192,7 +192,7 @@ class DeclaredRun:
             head=head,
             frozen=frozen,
             maps=maps,
-            schedule=declared_schedule(arguments.schedule, arguments.num_steps),
+            schedule=DeclaredSchedule.of(arguments.schedule, arguments.num_steps),
             group=group,
         )
         for part in maps.values():

@@ -5,25 +5,20 @@ from __future__ import annotations
 import hashlib
 import math
 import numbers
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
 import numpy as np
 from torch.optim import Optimizer
 
-from hidden_state_accountants import Assumption, Schedule, UnsupportedRunError
+from hidden_state_accountants import Assumption, Schedule, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
 from hidden_state_accountants.runs.base import Run
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
 
 # Schedulers multiply step by step, some in float32.
 _ROUNDING = 1e-6
-
-
-def _read_only(values: np.ndarray) -> np.ndarray:
-    values.flags.writeable = False
-    return values
 
 
 @attrs.frozen(eq=False)
@@ -41,6 +36,37 @@ class DeclaredSchedule:
 
     num_steps: int | None = None
     learning_rates: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, schedule: Any, num_steps: int | None) -> DeclaredSchedule:
+        """Reads the arguments of `make_private`; see there.
+
+        Raises:
+            TypeError, ValueError: They have an impossible value, or differ in length.
+        """
+        if num_steps is not None:
+            num_steps = validate.integer("num_steps", num_steps, minimum=1)
+        if schedule is None:
+            return cls(num_steps)
+        if isinstance(schedule, numbers.Real):
+            one = Schedule.from_sequence([float(schedule)], "schedule")
+            return cls(num_steps, one.to_array())
+        if callable(schedule) or not isinstance(schedule, Schedule | Iterable):
+            raise TypeError(
+                "Expected schedule to be a number, one number per step or a "
+                f"hidden_state_accountants.Schedule, got {type(schedule).__name__}. "
+                "Of a function f pass [f(k) for k in range(num_steps)]."
+            )
+        if not isinstance(schedule, Schedule):
+            schedule = Schedule.from_sequence(schedule, "schedule")
+        length, rates = schedule.num_steps, schedule.to_array()
+        if num_steps not in (None, length):
+            raise ValueError(
+                f"Expected a schedule of num_steps = {num_steps} steps, got {length}. "
+                "Give one learning rate per logical step (not per epoch), or leave num_steps out."
+            )
+        # One constant is stored once; num_steps then says how long it holds.
+        return cls(length, rates[:1] if len(schedule.values) == 1 else rates)
 
     def learning_rate(self, num_steps: int, scale: float) -> float | Schedule | None:
         """The learning rates of the first `num_steps` steps, times `scale`; None if undeclared."""
@@ -106,66 +132,22 @@ class DeclaredSchedule:
             proven: What the bound assumes about the recorded event.
         """
         proven = tuple(proven)
-        if self.num_steps is None and self.learning_rates is None:
+        is_declared = self.num_steps is not None or self.learning_rates is not None
+        if not is_declared or all(a.topic is not Topic.FIXED_IN_ADVANCE for a in proven):
             return proven
-        if all(a.topic is not Topic.FIXED_IN_ADVANCE for a in proven):
-            return proven
-        return replace_assumptions(proven, *self._own_assumptions(run))
-
-    def _own_assumptions(self, run: Run) -> Iterator[Assumption]:
         rates = "learning rate of every step as declared in advance"
         known = "" if self.learning_rates is None else rates
-        return fixed_in_advance(run, steps_in_advance(run.num_steps, self.num_steps), known)
+        steps = steps_in_advance(run.num_steps, self.num_steps)
+        return replace_assumptions(proven, *fixed_in_advance(run, steps, known))
 
     def fields(self) -> dict[str, Any]:
         """Plain types that are equal for equal declarations, and short."""
-        rates = self.learning_rates
-        if rates is None:
-            return {"schedule": None, "num_steps": self.num_steps}
-        return {
-            "schedule": {
+        rates, found = self.learning_rates, None
+        if rates is not None:
+            found = {
                 "length": len(rates),
                 "first": float(rates[0]),
                 "last": float(rates[-1]),
                 "sha256": hashlib.sha256(rates.astype("<f8").tobytes()).hexdigest(),
-            },
-            "num_steps": self.num_steps,
-        }
-
-
-def declared_schedule(schedule: Any, num_steps: int | None) -> DeclaredSchedule:
-    """Checks the arguments of `make_private`; see there.
-
-    Raises:
-        TypeError, ValueError: They have an impossible value, or differ in length.
-    """
-    if num_steps is not None:
-        if isinstance(num_steps, bool) or not isinstance(num_steps, numbers.Integral):
-            raise TypeError(f"Expected num_steps to be an integer or None, got {num_steps!r}.")
-        if num_steps < 1:
-            raise ValueError(f"Expected num_steps >= 1, got {num_steps}.")
-        num_steps = int(num_steps)
-    if schedule is None:
-        return DeclaredSchedule(num_steps)
-    if isinstance(schedule, numbers.Real):
-        one = Schedule.from_sequence([float(schedule)], "schedule")
-        return DeclaredSchedule(num_steps, _read_only(one.to_array()))
-    if callable(schedule) or not isinstance(schedule, Iterable):
-        if not isinstance(schedule, Schedule):
-            raise TypeError(
-                "Expected schedule to be a number, one number per step or a "
-                f"hidden_state_accountants.Schedule, got {type(schedule).__name__}. "
-                "Of a function f pass [f(k) for k in range(num_steps)]."
-            )
-        known = schedule
-    else:
-        known = Schedule.from_sequence(schedule, "schedule")
-    length = known.num_steps
-    if num_steps is not None and num_steps != length:
-        raise ValueError(
-            f"Expected a schedule of num_steps = {num_steps} steps, got {length}. "
-            "Give one learning rate per logical step (not per epoch), or leave num_steps out."
-        )
-    rates = known.to_array()
-    # One constant is stored once; num_steps then says how long it holds.
-    return DeclaredSchedule(length, _read_only(rates[:1] if len(known.values) == 1 else rates))
+            }
+        return {"schedule": found, "num_steps": self.num_steps}
