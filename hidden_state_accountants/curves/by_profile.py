@@ -147,7 +147,35 @@ class SampledCurve(ProfileCurve):
         return self.pair(self.record_mu, self.rate)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return sampled_rdp(self.profile, self.rate, self._apart, 2 * self.record_mu, orders)
+        r"""Upper bounds on the Renyi divergences of both directions.
+
+        With the profiles f of (P, Q) and b of (Q, P)
+
+        .. math::
+            E_Q (P/Q)^\alpha = 1 + \alpha(\alpha-1) \Big[ \int_0^\infty e^{(\alpha-1)x} f(x)\,dx
+            + \int_0^\infty e^{-\alpha x} b(x)\,dx \Big],
+
+        and f, b lie below their polygons in :math:`e^x`. Where the first integral has not converged
+        before f underflows, and where it is smaller, the mean over a coin that is revealed:
+        :math:`1 - q + q e^{\alpha(\alpha-1)\mu^2/2}` (joint convexity).
+        """
+        flat = np.asarray(orders, dtype=np.float64).ravel()
+        largest = 2 * self.record_mu
+        with np.errstate(divide="ignore"):
+            absent, joins = np.log1p(-self.rate), math.log(self.rate)
+        exponents = flat * (flat - 1) * self._apart**2 / 2
+        revealed = np.logaddexp(absent, joins + exponents) / (flat - 1)
+        # The loss at which nothing is left that a double can hold.
+        reach = float(np.logaddexp(absent, joins + largest * (largest / 2 + _FAR)))
+        # As many for every mechanism, so that figures are smooth functions of its parameters.
+        nodes = np.append(0.0, reach * _RATIO ** np.arange(-_COUNT, 1.0))
+        forward = self.profile.forward(nodes)
+        backward = forward if self.profile.is_symmetric else self.profile.backward(nodes)
+        found = np.maximum(
+            _divergences(flat, nodes, forward, backward),
+            _divergences(flat, nodes, backward, forward),
+        )
+        return np.minimum(found, revealed).reshape(np.shape(orders))
 
 
 @attrs.frozen(eq=False, slots=False)
@@ -312,53 +340,6 @@ def _share_of(share: np.ndarray, mu: float, epsilon: np.ndarray) -> np.ndarray:
 
 def _largest(mu: float, rate: float) -> float:
     return profiles.without_replacement(profiles.gaussian(mu), rate).largest
-
-
-def _reach(mu: float, rate: float) -> float:
-    """The loss at which nothing is left that a double can hold."""
-    with np.errstate(divide="ignore"):
-        rest = np.log1p(-rate)
-    return float(np.logaddexp(rest, math.log(rate) + mu * (mu / 2 + _FAR)))
-
-
-def _nodes(largest: float) -> np.ndarray:
-    """As many for every mechanism, so that figures are smooth functions of its parameters."""
-    return np.append(0.0, largest * _RATIO ** np.arange(-_COUNT, 1.0))
-
-
-def sampled_rdp(
-    profile: Profile, rate: float, apart: float, largest: float, orders: np.ndarray
-) -> np.ndarray:
-    r"""Upper bounds on the Renyi divergences of both directions of a sampled mechanism.
-
-    With the profiles f of (P, Q) and b of (Q, P)
-
-    .. math::
-        E_Q (P/Q)^\alpha = 1 + \alpha(\alpha-1) \Big[ \int_0^\infty e^{(\alpha-1)x} f(x)\,dx
-        + \int_0^\infty e^{-\alpha x} b(x)\,dx \Big],
-
-    and f, b lie below their polygons in :math:`e^x`. Where the first integral has not converged
-    before f underflows, and where it is smaller, the mean over a coin that is revealed:
-    :math:`1 - q + q e^{\alpha(\alpha-1)\mu^2/2}` (joint convexity).
-
-    Args:
-        profile: Of the pair.
-        rate: q, the probability that the record takes part.
-        apart: mu, the distance of the outputs if it does.
-        largest: The largest mu that the profile is made of.
-        orders: > 1.
-    """
-    flat = np.asarray(orders, dtype=np.float64).ravel()
-    exponents = flat * (flat - 1) * apart**2 / 2
-    with np.errstate(divide="ignore"):
-        revealed = np.logaddexp(np.log1p(-rate), math.log(rate) + exponents) / (flat - 1)
-    nodes = _nodes(_reach(largest, rate))
-    directions = [profile.forward(nodes)]
-    directions.append(directions[0] if profile.is_symmetric else profile.backward(nodes))
-    found = [
-        _divergences(flat, nodes, above, below) for above, below in (directions, directions[::-1])
-    ]
-    return np.minimum(np.max(found, axis=0), revealed).reshape(np.shape(orders))
 
 
 def _divergences(

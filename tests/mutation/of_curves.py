@@ -94,7 +94,7 @@ MUTATIONS = (
         CURVES_TOGETHER,
         "parts += [(event, 1) for event in events]",
         "parts += [(event, 1) for event in events[1:]]",
-        _DETAILS,
+        _CURVE_TESTS,
     ),
     Mutation(
         "larger_bound_is_preferred",
