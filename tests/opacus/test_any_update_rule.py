@@ -16,9 +16,9 @@ from hidden_state_adapters.opacus import (
     BallProjection,
     HiddenStatePrivacyEngine,
 )
-from hidden_state_adapters.opacus.head.module import HeadModule
 from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
+from hidden_state_adapters.opacus.wrappers import HeadModule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

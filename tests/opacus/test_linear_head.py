@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.head.module import HeadModule
+from hidden_state_adapters.opacus.wrappers import HeadModule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

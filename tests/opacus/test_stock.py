@@ -328,8 +328,6 @@ def test_rates_of_random_numbers(rate, dtype):
             {"criterion": nn.CrossEntropyLoss(), "loss_geometry": SOFTMAX},
             "a criterion or a LossGeometry",
         ),
-        ({"dataset_size": 0}, "dataset_size"),
-        ({"batch_size": 0}, "batch_size"),
     ],
 )
 def test_arguments_that_make_no_sense(arguments, text):

@@ -38,7 +38,6 @@ from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.data.loader import private_loader
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE
-from hidden_state_adapters.opacus.head.module import HeadModule
 from hidden_state_adapters.opacus.head.run import KnownHeadRun
 from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
 from hidden_state_adapters.opacus.mechanism import MechanismOptions
@@ -55,8 +54,8 @@ from hidden_state_adapters.opacus.run.registry import (
     note_trained,
 )
 from hidden_state_adapters.opacus.run.training import SECTION, TrainingRun
-from hidden_state_adapters.opacus.sources.ghost import RowLosses
 from hidden_state_adapters.opacus.sources.samples import SampledRun
+from hidden_state_adapters.opacus.wrappers import HeadModule, RowLosses
 
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")

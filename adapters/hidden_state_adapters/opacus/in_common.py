@@ -12,10 +12,10 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_adapters.batch_plans import hash_of
 from hidden_state_adapters.opacus.data.loader import tensors_of
-from hidden_state_adapters.opacus.random_numbers import random_numbers_as_before
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.group import Digest
 from hidden_state_adapters.opacus.run.training import TrainingRun
+from hidden_state_adapters.opacus.sources.apart import random_numbers_as_before
 from hidden_state_adapters.opacus.sources.iterate import fingerprint
 
 _PACKAGES = ("hidden-state-accountants", "dp-accounting", "opacus", "torch")

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hidden_state_adapters.opacus.random_numbers import random_numbers_as_before
 from hidden_state_adapters.opacus.sources.base import Call
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
@@ -116,3 +117,21 @@ def _changed(
 
     changed: Call = tree_map(one, call)
     return changed
+
+
+@contextlib.contextmanager
+def random_numbers_as_before(values: Iterable[Any] = ()) -> Iterator[None]:
+    """Afterwards torch, numpy and Python draw what they would have drawn anyway.
+
+    Args:
+        values: Tensors among these say which GPUs may draw some.
+    """
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    devices = {x.device.index for x in tensors if x.device.type == "cuda"}
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002

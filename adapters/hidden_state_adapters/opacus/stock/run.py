@@ -108,9 +108,6 @@ class StockDeclaration:
     batch_size: int | None = None
 
     def __attrs_post_init__(self) -> None:
-        for name in ("dataset_size", "batch_size"):
-            if getattr(self, name) is not None:
-                validate.integer(name, getattr(self, name), minimum=1)
         if self.projection_radius is not None:
             validate.real("projection_radius", self.projection_radius, above=0)
         if self.criterion is not None and isinstance(self.loss_geometry, LossGeometry):
