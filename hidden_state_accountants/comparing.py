@@ -423,10 +423,8 @@ def _methods(
     yield _COMBINED, functools.partial(_combined, event, relation, group_size)
     if group_size > 1:  # stock accountants are about one record
         return
-    if getattr(event, "record_position", None) is not None:  # and about every record
-        event = attrs.evolve(event, record_position=None)
-    yield "RdpAccountant", functools.partial(_stock_rdp, event, relation)
-    yield "PLDAccountant", functools.partial(_stock_pld, event, relation)
+    for kind in (rdp.RdpAccountant, pld.PLDAccountant):
+        yield kind.__name__, functools.partial(_stock, kind, event, relation)
     if isinstance(event, LastIterateDpEvent):
         if event.batch_order not in (BatchOrder.FULL, BatchOrder.POISSON):
             yield "Poisson batches, PLDAccountant", functools.partial(_poisson, event, relation)
@@ -447,32 +445,32 @@ def _combined(event: Any, relation: NeighboringRelation, group_size: int) -> _Re
     return _Result(found.epsilon, found.theorem, note="the smallest proven", scope=found.scope)
 
 
-def _standard(event: Any, relation: NeighboringRelation) -> tuple[dp_accounting.DpEvent, float]:
-    """The run as a standard event and the delta that a cap on its batches adds."""
-    if not hasattr(event, "as_composition"):
+def _stock(kind: Any, event: Any, relation: NeighboringRelation) -> _Result:
+    """What an accountant of dp-accounting says of any record if every iterate is released."""
+    if not isinstance(event, LastIterateDpEvent):
         raise UnsupportedRunError(f"no standard event expresses a {type(event).__name__}")
-    extra = 0.0
-    if isinstance(event, LastIterateDpEvent):
-        extra = event.cap_delta(relation)
-        event = attrs.evolve(event, max_batch_size=None)
-    composed = event.as_composition(relation)
-    if isinstance(composed, dp_accounting.ComposedDpEvent):
-        if len(composed.events) > _MOST_NOISE_LEVELS:
+    extra = event.cap_delta(relation)
+    every = attrs.evolve(event, max_batch_size=None, record_position=None)
+    composed = every.as_composition(relation)
+    parts = getattr(composed, "events", [composed])
+    if len(parts) > _MOST_NOISE_LEVELS:
+        raise UnsupportedRunError(
+            f"{len(parts)} noise levels: stock accountants take seconds for each"
+        )
+    reads, error = NeighboringRelation.ADD_OR_REMOVE_ONE, 0.0
+    if kind is rdp.RdpAccountant and event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
+        reads = NeighboringRelation.REPLACE_ONE  # the only relation that evaluates the event
+    accountant = kind(neighboring_relation=reads)
+    if not accountant.supports(composed):
+        raise UnsupportedRunError(f"{kind.__name__} does not evaluate this run")
+    if kind is pld.PLDAccountant:
+        rough = rdp.RdpAccountant().compose(composed).get_epsilon(1e-5)
+        if rough > _LARGEST_PLD_EPSILON:
             raise UnsupportedRunError(
-                f"{len(composed.events)} noise levels: stock accountants take seconds for each"
+                f"epsilon around {rough:.3g}: its privacy loss distribution takes gigabytes"
             )
-    return composed, extra
-
-
-def _stock(
-    accountant: dp_accounting.PrivacyAccountant,
-    event: dp_accounting.DpEvent,
-    extra: float,
-    error: float = 0.0,
-) -> _Result:
-    if not accountant.supports(event):
-        raise UnsupportedRunError(f"{type(accountant).__name__} does not evaluate this run")
-    accountant.compose(event)
+        error = stock_pld_error(sum(getattr(part, "count", 1) for part in parts))
+    accountant.compose(composed)
 
     def epsilon(delta: float) -> float:
         left = delta - extra - error
@@ -484,40 +482,10 @@ def _stock(
     return _Result(epsilon, "dp-accounting, on event.as_composition", note=note)
 
 
-def _stock_rdp(event: Any, relation: NeighboringRelation) -> _Result:
-    composed, extra = _standard(event, relation)
-    reads = NeighboringRelation.ADD_OR_REMOVE_ONE
-    if getattr(event, "batch_order", None) is BatchOrder.WITHOUT_REPLACEMENT:
-        reads = NeighboringRelation.REPLACE_ONE  # the only relation that evaluates the event
-    return _stock(rdp.RdpAccountant(neighboring_relation=reads), composed, extra)
-
-
-def _stock_pld(event: Any, relation: NeighboringRelation) -> _Result:
-    composed, extra = _standard(event, relation)
-    accountant = rdp.RdpAccountant(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
-    if accountant.supports(composed):
-        epsilon = accountant.compose(composed).get_epsilon(1e-5)
-        if epsilon > _LARGEST_PLD_EPSILON:
-            raise UnsupportedRunError(
-                f"epsilon around {epsilon:.3g}: its privacy loss distribution takes gigabytes"
-            )
-    accountant = pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
-    return _stock(accountant, composed, extra, stock_pld_error(_compositions(composed)))
-
-
-def _compositions(event: dp_accounting.DpEvent) -> int:
-    if isinstance(event, dp_accounting.SelfComposedDpEvent):
-        return int(event.count) * _compositions(event.event)
-    if isinstance(event, dp_accounting.ComposedDpEvent):
-        return sum(map(_compositions, event.events))
-    return 1
-
-
 def _poisson(event: LastIterateDpEvent, relation: NeighboringRelation) -> _Result:
-    sampled = attrs.evolve(event, batch_order=BatchOrder.POISSON)
-    result = _stock_pld(sampled, relation)
+    sampled = attrs.evolve(event, batch_order=BatchOrder.POISSON, record_position=None)
     return attrs.evolve(
-        result,
+        _stock(pld.PLDAccountant, sampled, relation),
         status=_OTHER_ALGORITHM,
         note="the same noise, but every record joins every batch independently with probability "
         f"{event.batch_size}/{event.dataset_size}; every iterate may be released",
