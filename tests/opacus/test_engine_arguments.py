@@ -98,11 +98,6 @@ def test_equal_groups_and_frozen_parameters_are_fine(make_run):
         ({"clipping": "adaptive"}, hsa.UnsupportedRunError, "how many gradients were not clipped"),
         ({"grad_sample_mode": "ghost_fsdp"}, hsa.UnsupportedRunError, "could not be checked"),
         ({"grad_sample_mode": "no_op"}, hsa.UnsupportedRunError, "could not be checked"),
-        (
-            {"grad_sample_mode": "ew", "batch_order": "poisson"},
-            hsa.UnsupportedRunError,
-            "expanded weights stop at an empty batch",
-        ),
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
         ({"after": BallProjection(0.1)}, hsa.UnsupportedRunError, "inside the ball"),
         (

@@ -37,8 +37,8 @@ class BlockCoordinate(MechanismOptions):
     """DP-MBCD as `mechanism` of make_private; see `BlockCoordinateOptimizer`.
 
     Args:
-        l1: Weight of the lasso.
-        l2: Weight of the squared norm, which makes the prox contract.
+        l1: Weight of the lasso, >= 0.
+        l2: Weight of the squared norm, >= 0, which makes the prox contract.
         nonnegative: Whether the parameters are kept >= 0.
     """
 
@@ -295,9 +295,6 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
             over max_grad_norm. It may be set to another value between steps.
         max_grad_norm: C > 0, for each block.
         expected_batch_size: b, the divisor and the number of rows of every batch.
-        l1: Weight of the lasso, >= 0.
-        l2: Weight of the squared norm, >= 0: r is l2-strongly convex.
-        nonnegative: Whether the parameters are kept >= 0.
         loss_reduction: "mean" or "sum", that of the loss.
 
     Raises:

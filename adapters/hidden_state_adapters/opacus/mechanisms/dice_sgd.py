@@ -40,8 +40,11 @@ class DiceSGD(MechanismOptions):
     """DiceSGD as `mechanism` of make_private, with SGD, Adam or AdamW; see `DiceSGDOptimizer`.
 
     Args:
-        error_max_grad_norm: C2 in units of the MEAN update; None is C1.
-        automatic: Normalises instead of clipping.
+        error_max_grad_norm: C_2 > 0, in units of the MEAN update; None is C_1, as the paper
+            recommends. One record moves the clipped mean by C_1 / B, but can move the clipped error
+            by up to 2 C_2 in every step: without a gradient bound choose it far smaller.
+        automatic: Normalise instead of clip: C v/|v|, and 0 at 0. A gradient bound is then of no
+            use.
         gradient_bound: A bound on the norm of every per-example gradient before clipping, for all
             records that could have been in the data; checked at every step.
     """
@@ -301,11 +304,6 @@ class DiceSGDOptimizer(PrivateOptimizer):
         expected_batch_size: B, a public integer constant: the divisor of the sums, whatever the
             number of rows (or the number of pieces under BatchMemoryManager). Poisson batches are
             accounted with the probability B/N: let B divide N, then it is that of Opacus.
-        error_max_grad_norm: C_2 > 0, in units of the MEAN update; None is C_1, as the paper
-            recommends. One record moves the clipped mean by C_1 / B, but can move the clipped error
-            by up to 2 C_2 in every step: without a gradient bound choose it far smaller.
-        automatic: Normalise instead of clip: C v/|v|, and 0 at 0. A gradient bound is then of no
-            use.
         loss_reduction: "mean", or "sum": p.grad is then B times larger.
 
     Raises:

@@ -27,7 +27,6 @@ _OPACUS_ARGUMENTS = {
     "rand_on_empty", "wrap_model",
 }  # fmt: skip
 _OF_HIDDEN_ITERATES = ("loss_geometry", "feature_norm", "after", "schedule")
-_RARE = 1e-12
 
 
 class RunOptions(TypedDict, total=False):
@@ -249,20 +248,6 @@ class RunArguments:
                 'Expected grad_sample_mode = "hooks", "functorch", "ew" or "ghost", got '
                 f"{mode!r}: the per-example gradients could not be checked."
             )
-        if mode == "ew" and self._may_be_empty():
-            raise UnsupportedRunError(
-                'Expected grad_sample_mode = "hooks" or "functorch" for small Poisson batches, got '
-                '"ew": torch\'s expanded weights stop at an empty batch, which Poisson sampling '
-                "can draw."
-            )
-
-    def _may_be_empty(self) -> bool:
-        """Whether one of 1e6 Poisson batches is empty with a probability above 1e-6."""
-        if self.batch_order.order is not BatchOrder.POISSON:
-            return False
-        size = getattr(self.data_loader, "batch_size", None)
-        # Rounded, the rate is b/(2n) at least, or 1; and (1 - q)^n < exp(-qn).
-        return size is None or math.exp(-size / 2) > _RARE
 
     def _check_ghost_arguments(self) -> None:
         arguments, criterion = self.opacus, self.criterion
