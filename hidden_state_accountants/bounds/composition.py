@@ -39,6 +39,8 @@ from hidden_state_accountants.process.conditions import (
 )
 
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+_MANY_LEVELS = 100  # of noise, which are then rounded to fewer:
+_APART = 0.004  # their logarithms; a step of a larger mu is less private, by half of that on average
 
 
 @attrs.frozen
@@ -128,6 +130,11 @@ def composed_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> 
     mus, counts = values_and_counts(record_mus(event))
     if not np.isfinite(mus).all():
         return GaussianCurve(math.inf)
+    if len(mus) > _MANY_LEVELS:  # every one of them is a mechanism of its own
+        with np.errstate(divide="ignore"):
+            rounded = np.exp(np.ceil(np.log(mus) / _APART) * _APART)
+        mus, places = np.unique(np.maximum(mus, rounded), return_inverse=True)
+        counts = np.bincount(places, counts).astype(int)
     return compose_curves(
         [
             (step_curve(event, relation, mu), count)
