@@ -40,7 +40,9 @@ from hidden_state_accountants.process.conditions import (
 
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _MANY_LEVELS = 100  # of noise, which are then rounded to fewer:
-_APART = 0.004  # their logarithms; a step of a larger mu is less private, by half of that on average
+_APART = (
+    0.004  # their logarithms; a step of a larger mu is less private, by half of that on average
+)
 
 
 @attrs.frozen

@@ -79,7 +79,6 @@ _MANY = 2**12  # equal steps for which shorter runs are planned
 _MOST_PLANS = 64
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
 _DELTA = 1e-5  # where windows are compared; they are about as good for others
-_SMALL_DELTA = 1e-10  # and those of the second plan
 
 
 @attrs.frozen
@@ -246,10 +245,6 @@ class _SampledRun:
         failure = sizes.failure + allowed / 2
         return cls(event, relation, process, stretching, failure, allowed)
 
-    @property
-    def _compared_at(self) -> float:
-        return _DELTA if self.allowed >= _FAILURE else _SMALL_DELTA
-
     def released_curve(self, event: LastIterateDpEvent) -> Curve:
         """All segments between the releases of a run that is as planned, composed."""
         if not np.isfinite(record_mus(event)).all():
@@ -292,7 +287,7 @@ class _SampledRun:
             return None
         length = min(plan.length, len(steps.step_mu) - 1)  # planned for no fewer steps
         plan = Plan(length, min(plan.shifted, length), plan.beta)
-        plan = moved(plan, steps, step_profile(self.event, self.relation), self._compared_at)
+        plan = moved(plan, steps, step_profile(self.event, self.relation), _DELTA)
         return self.curve_of(window_of(steps, plan))
 
     def _for_plans(self) -> _SampledRun:
@@ -327,7 +322,7 @@ class _SampledRun:
             steps = self.segment(start, stop) if known is None else known
             noise_std, step_mu = steps.noise_std * factor, steps.step_mu / factor
             scaled = attrs.evolve(steps, noise_std=noise_std, step_mu=step_mu)
-            return best_plan(scaled, step_profile(event, self.relation), self._compared_at)
+            return best_plan(scaled, step_profile(event, self.relation), _DELTA)
 
         return _PLANS.of((hash(event), self.relation, self.allowed, start, stop), search)
 

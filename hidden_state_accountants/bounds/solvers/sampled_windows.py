@@ -225,6 +225,7 @@ class _Search:
                 attrs.evolve(plan, beta=beta),
                 attrs.evolve(plan, shifted=shifted),
                 attrs.evolve(plan, shifted=shifted, beta=beta),
+                Plan(length, min(shifted, length), beta),
                 attrs.evolve(plan, length=length, shifted=min(plan.shifted, length)),
                 attrs.evolve(plan, length=length, shifted=min(fewer, length)),
                 attrs.evolve(plan, length=length, beta=opposite),
