@@ -64,22 +64,12 @@ def relation_conditions(
     event: LastIterateDpEvent, relation: NeighboringRelation
 ) -> tuple[UnmetCondition, ...]:
     """That the relation makes sense for the batch order, and no prox changes the law of the run."""
-    reason = event.unmet_relation(relation)
-    unmet = (
-        () if reason is None else (UnmetCondition("neighboring relation", reason, relation.name),)
-    )
-    return (*unmet, *prox_conditions(event))
-
-
-def prox_conditions(event: LastIterateDpEvent) -> tuple[UnmetCondition, ...]:
-    """The attacks compute laws of runs without a prox that shrinks."""
-    if not event.prox_strong_convexity:
-        return ()
-    return (
-        UnmetCondition(
-            "proximal map", "prox_strong_convexity = 0", f"{event.prox_strong_convexity:g}"
-        ),
-    )
+    unmet = []
+    if reason := event.unmet_relation(relation):
+        unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
+    if mu := event.prox_strong_convexity:
+        unmet.append(UnmetCondition("proximal map", "prox_strong_convexity = 0", f"{mu:g}"))
+    return tuple(unmet)
 
 
 class Attack(Protocol):

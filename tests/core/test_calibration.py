@@ -124,6 +124,8 @@ def test_other_kinds_of_runs_have_noise_of_another_name():
     )
     noise = hsa.calibrate_noise(2.0, 1e-5, blocks)
     assert epsilon(attrs.evolve(blocks, noise_variance=noise)) == pytest.approx(2.0, rel=1e-5)
+    tiny = attrs.evolve(blocks, gradient_sensitivity=0.02e-9)
+    assert hsa.calibrate_noise(2.0, 1e-5, tiny) == pytest.approx(1e-18 * noise, rel=1e-5)
 
 
 def test_no_noise_is_needed():
