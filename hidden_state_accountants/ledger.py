@@ -142,15 +142,6 @@ class Budget:
         with self._database() as database:
             return _rows(database)
 
-    def _open(self) -> None:
-        with self._database() as database:
-            database.execute("CREATE TABLE releases (relation TEXT, mu REAL, event BLOB)")
-            database.execute("CREATE TABLE target (epsilon REAL, delta REAL)")
-            database.execute("INSERT INTO target VALUES (?, ?)", (self.epsilon, self.delta))
-
-    def _close(self) -> None:
-        self._closed = self._read()
-
 
 @contextlib.contextmanager
 def budget(epsilon: float, delta: float) -> Iterator[Budget]:
@@ -174,12 +165,15 @@ def budget(epsilon: float, delta: float) -> Iterator[Budget]:
         raise ValueError("Expected one budget at a time, got a block inside of another's.")
     with tempfile.TemporaryDirectory(prefix="budget-") as folder:
         _active = found = Budget(epsilon, delta, pathlib.Path(folder) / "ledger")
-        found._open()
+        with found._database() as database:
+            database.execute("CREATE TABLE releases (relation TEXT, mu REAL, event BLOB)")
+            database.execute("CREATE TABLE target (epsilon REAL, delta REAL)")
+            database.execute("INSERT INTO target VALUES (?, ?)", (epsilon, delta))
         try:
             yield found
         finally:
             _active = None
-            found._close()
+            found._closed = found._read()
 
 
 def active_budget() -> Budget | None:

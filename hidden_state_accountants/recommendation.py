@@ -31,7 +31,7 @@ that :math:`1 - \beta` is the second term over the least of the two others, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -245,29 +245,15 @@ _REASONS = {
 }
 
 
-@attrs.frozen(eq=False)
-class Recommendation:
-    """Runs that meet one target, the best first. A sequence of `Candidate`.
+class Recommendation(tuple[Candidate, ...]):
+    """Runs that meet one target, at least one, the best first."""
 
-    Attributes:
-        candidates: At least one.
-    """
-
-    candidates: tuple[Candidate, ...]
+    __slots__ = ()
 
     @property
     def best(self) -> Candidate:
         """The first."""
-        return self.candidates[0]
-
-    def __iter__(self) -> Iterator[Candidate]:
-        return iter(self.candidates)
-
-    def __len__(self) -> int:
-        return len(self.candidates)
-
-    def __getitem__(self, index: int) -> Candidate:
-        return self.candidates[index]
+        return self[0]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -395,7 +381,7 @@ def recommend(
         ]
         plans.sort(key=lambda plan: plan.score(plan.estimated_factor))
         found += [plan.candidate() for plan in plans[:_OF_EACH_ORDER]]
-    return Recommendation(tuple(sorted(found, key=lambda candidate: candidate.score)))
+    return Recommendation(sorted(found, key=lambda candidate: candidate.score))
 
 
 def _loss(name: str | None, classes: int, clip_norm: float | None) -> LinearLoss:
