@@ -204,19 +204,11 @@ _STEPS_IN_DOUBT = 12.0  # standard deviations of the shift that the lattice cove
 
 @attrs.frozen(eq=False)
 class Atoms:
-    """A discrete law: masses at points >= 0, and mass beyond all of them."""
+    """A discrete law: masses at points >= 0, and beyond all of them; what is missing is at 0."""
 
     points: np.ndarray
     mass: np.ndarray
     beyond: float = 0.0
-
-
-@attrs.frozen(eq=False)
-class _Draw:
-    """A shift of points[j] with probability mass[j], else none; independent of other draws."""
-
-    points: np.ndarray
-    mass: np.ndarray
 
 
 def shift_law(event: LastIterateDpEvent, *, up: bool = False) -> Atoms:
@@ -251,21 +243,21 @@ def participation_probability(event: LastIterateDpEvent) -> float:
     return float(rate * (stats.binom.pmf(size - 1, event.dataset_size - 1, rate) @ kept))
 
 
-def _draws(event: LastIterateDpEvent, shift: np.ndarray) -> list[_Draw]:
+def _draws(event: LastIterateDpEvent, shift: np.ndarray) -> list[Atoms]:
     order, steps, period = event.batch_order, event.num_steps, event.batches_per_epoch
     if order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
         rate = np.array([participation_probability(event)])
-        return [_Draw(shift[t : t + 1], rate) for t in range(steps)]
+        return [Atoms(shift[t : t + 1], rate) for t in range(steps)]
     sizes = np.full(period, event.batch_size)
     sizes[-1] = event.dataset_size - (period - 1) * event.batch_size
     share = sizes / event.dataset_size
     if order is BatchOrder.RESHUFFLED:
         epochs = [shift[start : start + period] for start in range(0, steps, period)]
-        return [_Draw(epoch, share[: len(epoch)]) for epoch in epochs]
-    return [_Draw(np.bincount(np.arange(steps) % period, shift, minlength=period), share)]
+        return [Atoms(epoch, share[: len(epoch)]) for epoch in epochs]
+    return [Atoms(np.bincount(np.arange(steps) % period, shift, minlength=period), share)]
 
 
-def _sum_of(draws: list[_Draw], up: bool) -> Atoms:
+def _sum_of(draws: list[Atoms], up: bool) -> Atoms:
     values = np.concatenate([draw.points for draw in draws])
     largest = float(values.max())
     if largest == 0:
@@ -278,7 +270,7 @@ def _sum_of(draws: list[_Draw], up: bool) -> Atoms:
     return _convolved(draws, up)
 
 
-def _number_of_equal_shifts(draws: list[_Draw], shift: float) -> Atoms:
+def _number_of_equal_shifts(draws: list[Atoms], shift: float) -> Atoms:
     rates = np.array([float(draw.mass[draw.points > 0].sum()) for draw in draws])
     rates = np.where(rates > 1 - 1e-12, 1.0, rates)
     values, counts = np.unique(rates, return_counts=True)
@@ -292,7 +284,7 @@ def _number_of_equal_shifts(draws: list[_Draw], shift: float) -> Atoms:
     return Atoms(kept * shift, law[kept])
 
 
-def _convolved(draws: list[_Draw], up: bool) -> Atoms:
+def _convolved(draws: list[Atoms], up: bool) -> Atoms:
     """The law of the sum, every shift rounded down or up to a lattice."""
     top = sum(float(draw.points.max()) for draw in draws)
     mean = sum(float(draw.points @ draw.mass) for draw in draws)
