@@ -17,7 +17,7 @@ import attrs
 import numpy as np
 from scipy import linalg
 
-_GRID = 64
+_GRID = 40
 _SEARCHES = 3
 _ROUNDS = 60
 _TRIALS = 12  # of the damping
@@ -61,8 +61,8 @@ class ShiftProblem:
         bend = min(power, float(self.cap[step]))
         return _UP * (float(self.decay[step]) * distance + bend + float(self.sensitivity[step]))
 
-    def reach_all(self, step: int, distances: np.ndarray, powers: np.ndarray) -> np.ndarray:
-        """f_t of many distances, given their powers."""
+    def reach_all(self, step: int | slice, distances: np.ndarray, powers: np.ndarray) -> np.ndarray:
+        """f_t of many distances, or of one for each of many steps, given their powers; not rounded up."""
         bend = np.minimum(self.coefficient[step] * powers, self.cap[step])
         return np.asarray(self.decay[step] * distances + bend + self.sensitivity[step])
 
@@ -85,22 +85,25 @@ class ShiftProblem:
         """
         wanted = np.nan_to_num(np.maximum(plan, 0.0), nan=0.0)
         wanted[-1] = 0.0
-        reached, planned, z = [], [], distance
-        for step, want in enumerate(wanted.tolist(), start=start):
-            reached.append(self.reach(step, z))
-            z = min(want, max(reached[-1] - self.least_shift(step), 0.0))
-            planned.append(z)
+        before = np.concatenate([[distance], wanted[:-1]])
+        reached = _UP * self.reach_all(slice(start, None), before, before**self.exponent)
+        least = self.sensitivity[start:] if self.own_at_once else 0.0
+        if (wanted > np.maximum(reached - least, 0.0)).any():
+            z = distance
+            for i, want in enumerate(wanted.tolist()):
+                reached[i] = self.reach(start + i, z)
+                z = wanted[i] = min(want, max(reached[i] - self.least_shift(start + i), 0.0))
         # Bok, Su, Altschuler 2024, shifted interpolation, arXiv 2403.00278
-        shifts = np.array(reached) - planned
+        shifts = reached - wanted
         sigma = self.noise_std[start:]
         with np.errstate(divide="ignore", over="ignore"):
             ratios = np.divide(shifts, sigma, out=np.zeros_like(shifts), where=shifts > 0)
         top = float(ratios.max())
         if top in (0.0, math.inf):
-            return top, np.array(planned)
+            return top, wanted
         rounding = _UP + len(shifts) * 2.0**-53
         mu = top * math.sqrt(float(np.sum((ratios / top) ** 2))) * rounding
-        return mu, np.array(planned)
+        return mu, wanted
 
 
 def least_mu(problem: ShiftProblem, distances: np.ndarray | None = None) -> float:
@@ -191,7 +194,7 @@ class _GridSearch:
         low = min(1e-3 * typical, 1e-2 * top)
         self._z = np.concatenate([[0.0], np.geomspace(low, top, _GRID - 1)])
         self._left, self._width = self._z[:-1], np.diff(self._z)
-        self._values: dict[int, np.ndarray] = {}
+        self._values: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # and slopes of the cells
 
     def best_start(self) -> int:
         """The start with the least value: step 0, or where the domain cuts the distance."""
@@ -204,11 +207,11 @@ class _GridSearch:
             if t == problem.num_steps - 1:
                 value = reached / sigma
             elif sigma == 0:
-                value = np.interp(reached, z, self._values[t + 1])
+                value = np.interp(reached, z, self._values[t + 1][0])
             else:
                 costs, _ = self._costs(t, reached[:, None])
                 value = np.maximum.accumulate(np.sqrt(costs.min(axis=1)))
-            self._values[t] = value
+            self._values[t] = value, (value[1:] - value[:-1]) / self._width
             # Where own shifts can be put off, a start before them is no worse unless D is cut.
             if t == 0 or problem.own_at_once or self._distances[t] >= problem.diameter:
                 here = float(np.interp(self._distances[t], z, value))
@@ -220,13 +223,13 @@ class _GridSearch:
 
     def _costs(self, t: int, reached: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
         """Per cell the least (f - z)^2/sigma^2 + U_{t+1}(z)^2, and z - left there."""
-        value, variance = self._values[t + 1], float(self._problem.noise_std[t]) ** 2
-        slope = np.diff(value) / self._width
-        gap = reached - self._left
-        inside = (gap - variance * slope * value[:-1]) / (1 + variance * slope * slope)
-        least = self._problem.least_shift(t)
-        inside = np.clip(inside, 0.0, np.clip(gap - least, 0.0, self._width))
-        costs = np.maximum(gap - inside, least) ** 2 / variance + (value[:-1] + slope * inside) ** 2
+        (value, slope), variance = self._values[t + 1], float(self._problem.noise_std[t]) ** 2
+        value, gap, least = value[:-1], reached - self._left, self._problem.least_shift(t)
+        weighed = variance * slope
+        inside = (gap - weighed * value) / (1 + weighed * slope)
+        room = np.maximum(gap - least, 0.0)
+        inside = np.maximum(np.minimum(inside, np.minimum(room, self._width)), 0.0)
+        costs = np.maximum(gap - inside, least) ** 2 / variance + (value + slope * inside) ** 2
         return costs, inside
 
     def plan(self, start: int, distance: float) -> np.ndarray:
