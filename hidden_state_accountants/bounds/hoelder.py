@@ -31,7 +31,7 @@ from hidden_state_accountants.process.noisy_process import (
 )
 
 MOST_STEPS = 50_000
-"""Steps to optimise over, all positions and releases together; 0.3 to 0.8 ms each."""
+"""Steps to optimise over, all positions and releases together; 0.1 to 0.3 ms each."""
 
 MOST_SEQUENCES = 1024
 """RESHUFFLED averages over every sequence of positions, one for each epoch: at most that many."""

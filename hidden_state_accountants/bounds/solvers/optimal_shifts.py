@@ -62,7 +62,7 @@ class ShiftProblem:
         return _UP * (float(self.decay[step]) * distance + bend + float(self.sensitivity[step]))
 
     def reach_all(self, step: int | slice, distances: np.ndarray, powers: np.ndarray) -> np.ndarray:
-        """f_t of many distances, or of one for each of many steps, given their powers; not rounded up."""
+        """f_t of many distances, or of one for each step of a slice, given their powers."""
         bend = np.minimum(self.coefficient[step] * powers, self.cap[step])
         return np.asarray(self.decay[step] * distances + bend + self.sensitivity[step])
 
