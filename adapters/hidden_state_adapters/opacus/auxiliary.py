@@ -36,7 +36,7 @@ class AuxiliaryNetwork(nn.Module):
         model, optimizer, loader = engine.make_private(
             module=model, optimizer=torch.optim.SGD(model.blocks(), lr=0.5), data_loader=loader,
             noise_multiplier=4.0, max_grad_norm=0.5, batch_order="cyclic",
-            optimizer_class=BlockCoordinateOptimizer)
+            mechanism=BlockCoordinate())
         for features, one_hot in loader:
             def closure():
                 optimizer.zero_grad()

@@ -337,18 +337,18 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             group.check_sums(declared.trained[0].device)
         started: list[TrainingRun] = []
         try:
-            was_refused, made = agreed(lambda: self._make(declared, noise, started))
+            made = agreed(lambda: self._make(declared, noise, started))
         except BaseException:
             for run in started:
                 run.close("This run was never started.")
             raise
-        self._take_over(started[0], was_refused)
-        return made
+        self._take_over(started[0])
+        return made  # type: ignore[no-any-return]
 
     def _make(
         self, declared: DeclaredRun, noise_multiplier: float, started: list[TrainingRun]
-    ) -> tuple[bool, Any]:
-        """Whether the run before was refused, and what `make_private` returns.
+    ) -> Any:
+        """What `make_private` returns.
 
         Args:
             declared: The run.
@@ -360,12 +360,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         generator = opacus.get("noise_generator")
         if self.secure_mode and generator is not None:
             raise ValueError("Expected no noise_generator in secure mode, got one.")
-        was_refused = self._run is not None and self._run.check_ended()
+        if self._run is not None:
+            self._run.check_ended()
         run = TrainingRun(declared, noise_multiplier, self.accountant.neighboring_relation)
         started.append(run)
         module = self._private_module(run)
         loader, plan = arguments.data_loader, run.plan
-        self.dataset: Any = loader.dataset
         optimizer = arguments.optimizer_class(
             declared.optimizer,
             run=run,
@@ -380,11 +380,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         loader = private_loader(loader, plan, run.cursor, batch_first=is_first)
         run.modules = (arguments.module, declared.inner, module)
         if opacus.get("grad_sample_mode") != "ghost":
-            return was_refused, (module, optimizer, loader)
+            return module, optimizer, loader
         criterion = arguments.criterion
         if not isinstance(module, HeadModule):  # there one backward pass is enough
             criterion = RowLosses(module, optimizer, criterion, arguments.loss_reduction)
-        return was_refused, (module, optimizer, criterion, loader)
+        return module, optimizer, criterion, loader
 
     def _private_module(self, run: TrainingRun) -> Any:
         """The model in Opacus' wrapper, or in that of a linear head, which needs no hooks."""
@@ -410,8 +410,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         source.ghost = made if mode == "ghost" else None
         return made
 
-    def _take_over(self, run: TrainingRun, was_refused: bool) -> None:
+    def _take_over(self, run: TrainingRun) -> None:
         """Accounts a run that started; the one before ends."""
+        was_refused = self._run is not None and bool(self._run.failure)
         if self._run is not None:
             self._run.close(
                 "This run ended when make_private was called again: its last iterate counts as "

@@ -236,10 +236,9 @@ def resolve_loss(
     """The loss geometry of the run and the linear layer whose inputs are to be measured."""
     loss_geometry, criterion = arguments.loss_geometry, arguments.criterion
     feature_norm, reduction = arguments.feature_norm, arguments.loss_reduction
-    if loss_geometry == "auto":
-        loss = geometry.auto_loss_geometry(module, criterion, feature_norm, reduction)
-        return loss, geometry.find_linear_head(module)
     head = geometry.find_linear_head(module)
+    if loss_geometry == "auto":
+        return geometry.auto_loss_geometry(module, criterion, feature_norm, reduction), head
     if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
         raise TypeError(
             f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {loss_geometry!r}.'

@@ -120,12 +120,11 @@ class TrainingRun:
                 f"covers the model. Start again with another optimizer. It was: {self.failure}"
             )
 
-    def check_ended(self) -> bool:
-        """Checks a run whose last iterate counts as released; whether a step was refused."""
+    def check_ended(self) -> None:
+        """Checks a run whose last iterate counts as released."""
         if self.has_moved or self.num_steps:
             self.check_iterate()
             self.record.event()  # a run that ends within an epoch may have none, for good
-        return bool(self.failure)
 
     def close(self, reason: str) -> None:
         """Ends the run: every step raises UnsupportedRunError with `reason` from now on."""
