@@ -35,7 +35,7 @@ def linear_head(module: nn.Module, passive: Iterable[type] = _PASSIVE) -> nn.Lin
     """The linear layer that is all there is to train in `module`, and comes last.
 
     What comes before it is frozen: a fixed public map of every record. That the loss is that of the
-    head's output is checked at every step (`head.guard.HeadRun`).
+    head's output is checked at every step (`head.run.KnownHeadRun`).
 
     Args:
         module: The module itself, not Opacus' wrapper.

@@ -1,4 +1,4 @@
-"""How curved the mean loss of every batch of a linear head is (row 124 of docs/threat_model.md)."""
+"""How curved the mean loss of every batch of a linear head is."""
 
 from __future__ import annotations
 
