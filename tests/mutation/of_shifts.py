@@ -252,15 +252,15 @@ MUTATIONS = (
     Mutation(
         "what_is_carried_over_the_end_of_an_epoch_is_forgotten",
         CARRIES,
-        "carried = (carries[:-1] * epochs.whole)[:, None]",
-        "carried = (0 * carries[:-1] * epochs.whole)[:, None]",
+        "carried = (carries[:-1] * self.whole)[:, None]",
+        "carried = (0 * carries[:-1] * self.whole)[:, None]",
         _CARRIES_TESTS,
     ),
     Mutation(
         "record_is_hidden_before_it_comes",
         CARRIES,
-        "shifted * epochs.before <= carried * total",
-        "shifted * 0 <= carried * total",
+        "shifted * self.before <= carried * self.total",
+        "shifted * 0 <= carried * self.total",
         _CARRIES_TESTS,
     ),
     Mutation(

@@ -14,6 +14,8 @@ few passes over the steps.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import attrs
 import numpy as np
 from scipy import linalg
@@ -43,7 +45,9 @@ class EpochCosts:
         whole: The product of all contractions of an epoch, shape (epochs,).
         mass: s_t C_t, shape (epochs, positions); 0 at positions that are never reached.
         before: The sum of (C_i sigma_i)**2 over the steps i < t of the epoch, of the same shape.
-        total: The same sum over all steps, shape (epochs,).
+        total: The same sum over all steps, shape (epochs, 1).
+        weight_before: One over `before`; 0 if there are no such steps.
+        weight_after: One over the sum of the steps from t on.
         is_released: Whether the iterate after the epoch is released, shape (epochs,).
         scale: What a cost is multiplied with.
     """
@@ -52,6 +56,8 @@ class EpochCosts:
     mass: np.ndarray
     before: np.ndarray
     total: np.ndarray
+    weight_before: np.ndarray
+    weight_after: np.ndarray
     is_released: np.ndarray
     scale: float
 
@@ -83,7 +89,11 @@ class EpochCosts:
         released[[step // period - 1 for step in process.release_steps]] = True
         released[-1] = True
         scale = (shift_unit / noise_unit) ** 2
-        return cls(whole, mass, before, sums[:, -1], released, scale)
+        total = sums[:, -1:]
+        with np.errstate(divide="ignore"):
+            weight_before = np.where(before > 0, 1 / before, 0.0)
+            weight_after = 1 / (total - before)
+        return cls(whole, mass, before, total, weight_before, weight_after, released, scale)
 
     def costs(self, carries: np.ndarray) -> np.ndarray:
         """v_e(j) in units of `scale`, shape (epochs, positions).
@@ -94,10 +104,18 @@ class EpochCosts:
         Args:
             carries: Z_0, ..., Z_E, shape (epochs + 1,).
         """
-        parts = _Parts.of(self, carries)
+        return self._costs_of(self._parts(carries))
+
+    def _parts(self, carries: np.ndarray) -> _Parts:
+        carried = (carries[:-1] * self.whole)[:, None]
+        own = self.mass - carries[1:, None]
+        shifted = np.maximum(carried + own, 0.0)
+        return _Parts(carried, own, shifted, shifted * self.before <= carried * self.total)
+
+    def _costs_of(self, parts: _Parts) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            line = parts.shifted**2 / self.total[:, None]
-            two = parts.carried**2 * parts.weight_before + parts.own**2 * parts.weight_after
+            line = parts.shifted**2 / self.total
+            two = parts.carried**2 * self.weight_before + parts.own**2 * self.weight_after
         return np.where(parts.is_line, line, two)
 
     def objective(self, carries: np.ndarray, weight: float) -> float:
@@ -118,18 +136,18 @@ class EpochCosts:
             is_free: Which of them may change.
             weight: As for `objective`.
         """
-        parts, total = _Parts.of(self, carries), self.total[:, None]
-        costs = weight * self.costs(carries)
+        parts, total = self._parts(carries), self.total
+        costs = weight * self._costs_of(parts)
         shares = np.exp(costs - costs.max(axis=1, keepdims=True))
         shares /= shares.sum(axis=1, keepdims=True)
         # Derivatives of v_e(j) by what was carried into the epoch (x) and out of it (y).
         with np.errstate(invalid="ignore"):
             slope = 2 * parts.shifted / total
-            by_x = np.where(parts.is_line, slope, 2 * parts.carried * parts.weight_before)
-            by_y = -np.where(parts.is_line, slope, 2 * parts.own * parts.weight_after)
+            by_x = np.where(parts.is_line, slope, 2 * parts.carried * self.weight_before)
+            by_y = -np.where(parts.is_line, slope, 2 * parts.own * self.weight_after)
             bends = np.where(parts.shifted > 0, 2 / total, 0.0)
-            by_xx = np.where(parts.is_line, bends, 2 * parts.weight_before)
-            by_yy = np.where(parts.is_line, bends, 2 * parts.weight_after)
+            by_xx = np.where(parts.is_line, bends, 2 * self.weight_before)
+            by_yy = np.where(parts.is_line, bends, 2 * self.weight_after)
             by_xy = np.where(parts.is_line, -bends, 0.0)
 
         def mean(values: np.ndarray) -> np.ndarray:
@@ -151,36 +169,13 @@ class EpochCosts:
         return step, float(gradient @ step)
 
 
-@attrs.frozen(eq=False)
-class _Parts:
-    """What has to be shifted in every epoch, for every position; shapes as for the costs.
+class _Parts(NamedTuple):
+    """What has to be shifted in every epoch, for every position; shapes as for the costs."""
 
-    Attributes:
-        carried: What was carried into the epoch, seen from its end, shape (epochs, 1).
-        own: What is left to be shifted after it.
-        shifted: Both together, at least 0.
-        is_line: Whether the shifts may be proportional to the weights over the whole epoch.
-        weight_before: One over the weight of the steps before the record; 0 if there are none.
-        weight_after: One over the weight of those from the record on.
-    """
-
-    carried: np.ndarray
-    own: np.ndarray
-    shifted: np.ndarray
-    is_line: np.ndarray
-    weight_before: np.ndarray
-    weight_after: np.ndarray
-
-    @classmethod
-    def of(cls, epochs: EpochCosts, carries: np.ndarray) -> _Parts:
-        total = epochs.total[:, None]
-        carried = (carries[:-1] * epochs.whole)[:, None]
-        own = epochs.mass - carries[1:, None]
-        shifted = np.maximum(carried + own, 0.0)
-        with np.errstate(divide="ignore"):
-            before = np.where(epochs.before > 0, 1 / epochs.before, 0.0)
-            after = 1 / (total - epochs.before)
-        return cls(carried, own, shifted, shifted * epochs.before <= carried * total, before, after)
+    carried: np.ndarray  # into the epoch, seen from its end, shape (epochs, 1)
+    own: np.ndarray  # what is left to be shifted after it
+    shifted: np.ndarray  # both together, at least 0
+    is_line: np.ndarray  # whether the shifts may be proportional over the whole epoch
 
 
 def best_carries(epochs: EpochCosts) -> np.ndarray:
