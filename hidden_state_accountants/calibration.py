@@ -35,7 +35,7 @@ MakeEvent = Callable[[Any], dp_accounting.DpEvent]
 MakeAccountant = Callable[[], dp_accounting.PrivacyAccountant]
 
 _NOISE_FIELDS = ("noise_multiplier", "noise_std", "noise_variance")
-_MUCH_NOISE = 64.0  # where a search begins: epsilon is quick to compute, and nearly Gaussian
+_MUCH_NOISE = 8.0  # where a search begins: epsilon is quick to compute, and nearly Gaussian
 _SO_MUCH_NOISE = 1e12  # more would not help either
 _SO_LITTLE_NOISE = 1e-30  # variances are in squares of small units
 _STEP = 8.0  # at most by so much a search goes down: a little noise can cost gigabytes
