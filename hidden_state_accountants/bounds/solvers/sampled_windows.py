@@ -279,9 +279,10 @@ class Windows:
     def rough(self, plan: Plan) -> Window:
         """About what dominates the segment: good enough to choose."""
         start = self.total - plan.length
-        if self._steps.is_constant:  # pasts of nearly the same length share a law
-            start = min(self.total, math.ceil(_NEAR ** math.ceil(math.log(start, _NEAR))))
-            start = self.total if start >= self._memory else start
+        # Pasts of nearly the same length share a law.
+        start = min(self.total, math.ceil(_NEAR ** math.ceil(math.log(start, _NEAR))))
+        if self._steps.is_constant and start >= self._memory:
+            start = self.total
         if start not in self._rough_laws:
             weights, largest, certain = self._late_coins(start)
             law = law_of_sum(weights, self._steps.rate, largest, _ROUGH, certain)
