@@ -50,10 +50,10 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
             found[bound.name] = bound_guarantee(bound, event, relation)
     if not found:
         raise UnsupportedRunError(why_none_applies(event, unmet_of))
-    name, best = next(iter(found.items()))
-    for candidate, guarantee in found.items():
+    (name, best), *others = found.items()
+    for other, guarantee in others:
         if _is_smaller(guarantee, best):
-            name, best = candidate, guarantee
+            name, best = other, guarantee
     reasons += [(other, "not smaller for this run") for other in found if other != name]
     known = list(found.values())
     loss = getattr(event, "loss", None)
