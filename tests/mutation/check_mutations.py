@@ -21,8 +21,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from mutation import Mutation
-from mutations import MUTATIONS
+from mutations import MUTATIONS, Mutation
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = "hidden_state_accountants"

@@ -1,4 +1,4 @@
-"""Mistakes that somebody could plausibly make in the engine: the test suite must notice each.
+"""Mistakes that somebody could plausibly make: the named test must notice each.
 
 A mutation replaces one passage, which must occur exactly once in its file. It changes what some
 run is told: an equivalent change has no place here.
@@ -6,34 +6,1498 @@ run is told: an equivalent change has no place here.
 
 from __future__ import annotations
 
-import of_composition
-import of_curvature
-import of_curves
-import of_envelopes
-import of_estimators
-import of_groups
-import of_keras_models
-import of_moves
-import of_oracles
-import of_overlaps
-import of_random_batches
-import of_runs
-import of_shifts
-import of_stretching
+import attrs
 
-MUTATIONS = (
-    *of_moves.MUTATIONS,
-    *of_stretching.MUTATIONS,
-    *of_shifts.MUTATIONS,
-    *of_curves.MUTATIONS,
-    *of_composition.MUTATIONS,
-    *of_oracles.MUTATIONS,
-    *of_random_batches.MUTATIONS,
-    *of_curvature.MUTATIONS,
-    *of_runs.MUTATIONS,
-    *of_envelopes.MUTATIONS,
-    *of_estimators.MUTATIONS,
-    *of_groups.MUTATIONS,
-    *of_overlaps.MUTATIONS,
-    *of_keras_models.MUTATIONS,
+
+@attrs.frozen
+class Mutation:
+    """One mistake.
+
+    Attributes:
+        name: Says what is wrong in the mutant.
+        path: The file, below hidden_state_accountants/ (../adapters/... in an adapter).
+        old: The passage that is replaced.
+        new: What replaces it.
+        test: The test file, or the test in it, that notices it, below tests/.
+    """
+
+    name: str
+    path: str
+    old: str
+    new: str
+    test: str
+
+
+# By file and test: its name, the passage, and what replaces it.
+_BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
+    "../adapters/hidden_state_adapters/batch_plans.py": {
+        "keras/test_model_attacks.py::test_secret_batches_are_drawn_by_the_operating_system": {
+            "every_epoch_has_the_order_of_the_first_one": (
+                "        if epoch != self._epoch:\n            assert",
+                "        if self._epoch < 0:\n            assert",
+            ),
+        },
+        "opacus/test_batch_plans.py::test_subsets_of_every_size_are_uniform": {
+            "the_places_of_a_batch_are_drawn_once": (
+                "while len(found) < size:",
+                "while len(found) == 0 < size:",
+            ),
+        },
+        "opacus/test_batch_plans.py::test_poisson_batches_are_independent_coins": {
+            "sizes_of_batches_are_those_of_one_record_less": (
+                "Binomial(len(records), share)",
+                "Binomial(len(records) - 1, share)",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/fit_head.py": {
+        "opacus/test_fit_head.py": {
+            "slopes_of_a_head_that_are_not_cut": (
+                "slopes *= (clip_norm / norms).clamp(max=1.0)",
+                "slopes *= 1.0",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/head/curvature.py": {
+        "opacus/test_curvature_guard.py": {
+            "batches_of_pieces_are_looked_at_one_piece_at_a_time": (
+                "self._batch.extend(features)",
+                "self._batch = list(features)",
+            ),
+            "the_constant_of_a_bias_has_no_curvature": (
+                "        if self._bias:\n",
+                "        if False:\n",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/run/registry.py": {
+        "opacus/test_earlier_runs.py": {
+            "a_model_of_another_engine_passes": (
+                "if other is not engine and run.num_steps:",
+                "if other is None and run.num_steps:",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/sources/iterate.py": {
+        "opacus/test_event_matches_reality_accounted.py": {
+            "weights_that_are_replaced_after_the_last_step_are_the_iterate": (
+                "moved = self._differ([now[name] for name in self._names]) if is_there else True",
+                "moved = self.moved()",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/sources/packed.py": {
+        "opacus/test_packed_sequences.py": {
+            "packed_sequences_that_are_frozen_only_are_refused": (
+                "is_trained and not _is_checked(layer)",
+                "not is_trained and not _is_checked(layer)",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/sources/samples.py": {
+        "misuse/test_opacus.py": {
+            "passes_at_other_weights_count": (
+                "any_of([self.iterate.moved(), self._strayed])",
+                "self.iterate.moved()",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/stock/made.py": {
+        "opacus/test_packed_sequences.py": {
+            "packed_sequences_of_a_stock_engine_pass": ("    refuse_packed_sequences(module)", ""),
+        },
+    },
+    "../adapters/hidden_state_adapters/recipe.py": {
+        "sklearn/test_steps.py": {
+            "noise_in_a_step_of_estimators_is_drawn_for_a_mean": (
+                "total = total + generator.normal(std, shape)",
+                "total = total + generator.normal(std / event.batch_size, shape)",
+            ),
+        },
+        "sklearn/test_budget.py": {
+            "a_fit_in_a_worker_that_no_budget_counts": (
+                "        if found is None and sent_from is not None:\n",
+                "        if False:\n",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/sklearn/preprocessing.py": {
+        "sklearn/test_preprocessing.py": {
+            "two_statistics_of_a_record_are_as_long_as_one": (
+                "return math.sqrt(sum(STEPS[step]))",
+                "return 1.0",
+            ),
+            "statistics_of_records_that_were_not_cut": (
+                "        rows = rows / feature_norm\n",
+                "        rows = matrix[part] / feature_norm\n",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/sklearn/record_weights.py": {
+        "sklearn/test_record_weights.py": {
+            "weights_of_classes_above_one": (
+                "return np.array(weights) / max(weights)",
+                "return np.array(weights)",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/sklearn/steps.py": {
+        "sklearn/test_steps.py": {
+            "gradients_of_estimators_that_are_not_cut": (
+                "factors = np.minimum(clip_norm / np.maximum(norms, _TINY), 1.0)",
+                "factors = np.ones(len(norms))",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/temperature.py": {
+        "sklearn/test_temperature.py": {
+            "losses_for_a_temperature_that_are_not_cut": (
+                "np.maximum(np.linalg.norm(losses, axis=1), 1e-300), 1.0)",
+                "np.maximum(np.abs(losses).max(axis=1), 1e-300), 1.0)",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/batches.py": {
+        "keras/test_model_attacks.py::test_secret_batches_are_drawn_by_the_operating_system": {
+            "secret_batches_have_a_seed": ("keys = RandomKeys()", "keys = RandomKeys(seed=0)"),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/blocks.py": {
+        "keras/test_model_blocks.py::test_the_account_is_that_of_the_event": {
+            "blocks_are_accounted_as_one": ('"num_blocks": len(self.blocks),', '"num_blocks": 1,'),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/dice.py": {
+        "keras/test_model_dice.py::test_the_steps_are_those_of_the_paper_and_of_opacus": {
+            "dice_feeds_the_whole_error_back": (
+                "            self.error_clip,\n            divisor",
+                "            1e9,\n            divisor",
+            ),
+        },
+        "keras/test_model_attacks.py::test_what_dice_sgd_feeds_back": {
+            "what_dice_feeds_back_is_not_accounted": (
+                '"error_clip_norm": self._error_clip,',
+                '"error_clip_norm": 1e-6,',
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/fit.py": {
+        "keras/test_model_stopping.py::test_the_best_file_is_kept": {
+            "a_file_that_is_kept_for_its_metric_is_no_choice": (
+                "self.chooses = bool(self._stopping) or any(c.save_best_only for c in files)",
+                "self.chooses = bool(self._stopping)",
+            ),
+        },
+        "keras/test_model_stopping.py::test_other_weights_that_are_put_in_when_it_stops": {
+            "any_weights_may_come_back_when_it_stops": (
+                "if self._stopping and moved and self._digests() in self._released:",
+                "if self._stopping and moved:",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/gradients.py": {
+        "keras/test_model.py::test_rows_of_a_layer_that_are_not_those_of_the_examples": {
+            "a_row_may_be_that_of_another_example": (
+                "tf.constant(np.random.default_rng(0).normal(size=rows))",
+                "tf.ones(rows, tf.float64)",
+            ),
+        },
+        "keras/test_model.py::test_a_loss_that_mixes_examples_beside_a_head_of_zeros": {
+            "a_head_of_zeros_hides_what_mixes_its_outputs": ("_MOVED = 0.1", "_MOVED = 0.0"),
+        },
+        "keras/test_model_microbatches.py::test_products_of_examples_give_the_lengths_of_means": {
+            "the_bias_of_a_microbatch_is_not_measured": (
+                "of_features = products(product.features) * has_kernel + has_bias",
+                "of_features = products(product.features) * has_kernel",
+            ),
+        },
+        "keras/test_model_microbatches.py": {
+            "a_sum_of_gradients_that_cancel_is_exact": (
+                "return tf.square(length + of_sums * longest)",
+                "return tf.square(length)",
+            ),
+        },
+        "keras/test_model_microbatches.py::test_lengths_of_gradients_that_cancel_each_other": {
+            "products_of_a_microbatch_have_too_few_digits": (
+                "return tf.matmul(rows, rows, transpose_b=True)",
+                "rows = tf.cast(rows, tf.float32)\n"
+                "        return tf.cast(tf.matmul(rows, rows, transpose_b=True), tf.float64)",
+            ),
+        },
+        "keras/test_model.py::test_a_row_of_factor_zero_is_left_out_though_it_is_not_finite": {
+            "padding_that_is_not_finite_counts": (
+                "tf.reduce_all(tf.math.is_finite(lengths))",
+                "tf.constant(True)",
+            ),
+        },
+        "keras/test_model.py::test_squared_lengths_are_those_of_double_precision": {
+            "an_example_is_as_long_as_its_last_block": (
+                "tf.reduce_sum(tf.cast(tf.reduce_sum(tf.square(blocks), 2), tf.float64), 1)",
+                "tf.reduce_max(tf.cast(tf.reduce_sum(tf.square(blocks), 2), tf.float64), 1)",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/mechanism.py": {
+        "keras/test_model_microbatches.py::test_the_event_is_the_run": {
+            "microbatches_have_the_sensitivity_of_one_example": (
+                "is_microbatched = self.examples_of_record > 1",
+                "is_microbatched = False",
+            ),
+        },
+        "keras/test_model_microbatches.py::test_the_mean_of_linear_models_is_none": {
+            "means_of_linear_models_are_linear_models": (
+                "loss=_of_means(self._loss) if is_microbatched else self._loss,",
+                "loss=self._loss,",
+            ),
+        },
+        "keras/test_model_stopping.py::test_all_epochs_count": {
+            "epochs_that_early_stopping_left_out_do_not_count": (
+                "for number in range(run.num_steps, self.steps + 1):",
+                "for number in range(0):",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/record.py": {
+        "keras/test_microbatches.py": {
+            "microbatches_of_an_optimizer_have_the_sensitivity_of_one_example": (
+                "NeighboringRelation.REPLACE_ONE if has_several else relation",
+                "relation",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/rules.py": {
+        "keras/test_dice_optimizers.py::test_the_bias_of_clipping_vanishes": {
+            "the_optimizer_does_not_clip": (
+                "return [bound / tf.maximum(norms, bound)]",
+                "return [tf.ones_like(norms)]",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/run.py": {
+        "keras/test_batch_curvature.py": {
+            "keras_batches_are_taken_in_the_order_of_the_data": (
+                "taken(tf.constant(self.plan.batch(step), tf.int64))",
+                "taken(tf.range(step * self.plan.batch_size, (step + 1) * self.plan.batch_size))",
+            ),
+        },
+        "keras/test_model_microbatches.py::test_the_event_is_the_run": {
+            "microbatches_are_accounted_under_the_relation_that_was_asked_for": (
+                "            self.relation = NeighboringRelation.REPLACE_ONE\n",
+                "            self.relation = settings.neighboring_relation\n",
+            ),
+        },
+        "keras/test_model_stopping.py::test_all_epochs_count": {
+            "what_early_stopping_would_have_seen_is_hidden": (
+                "StepsAhead(total, self.steps_per_epoch, *releases)",
+                "StepsAhead(total, self.steps_per_epoch, False, False)",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/settings.py": {
+        "keras/test_model_with_optimizers.py::test_they_contradict_each_other": {
+            "an_optimizer_may_contradict_the_model": (
+                "if own is not None and own != value:",
+                "if False:",
+            ),
+        },
+        "keras/test_model_with_optimizers.py::test_it_is_the_same_run": {
+            "batches_of_a_noisy_optimizer_are_accounted_as_poisson": (
+                "batch_order=self.batch_order or BatchOrder.CYCLIC)",
+                "batch_order=self.order)",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/tf_privacy/step.py": {
+        "keras/test_model.py::test_the_noise_is_that_of_the_event": {
+            "noise_is_divided_by_the_batch_twice": (
+                "scale = self.noise_multiplier * self.clip\n",
+                "scale = self.noise_multiplier * self.clip / self.divisor\n",
+            ),
+        },
+    },
+    "../tests/oracles/batch_laws.py": {
+        "oracles/test_grid_oracle.py": {
+            "poisson_batches_without_the_absent_records": (
+                "math.comb(k, n) * rate**n * (1 - rate) ** (k - n)",
+                "math.comb(k, n) * rate**n * (1 - rate) ** n",
+            ),
+        },
+    },
+    "../tests/oracles/gaussian_oracle.py": {
+        "oracles/test_gaussian_oracle.py": {
+            "gaussian_oracle_has_one_direction": (
+                "self._hockey_stick(self._second, self._first, epsilon)",
+                "self._hockey_stick(self._first, self._second, epsilon)",
+            ),
+        },
+    },
+    "../tests/oracles/grid_oracle.py": {
+        "oracles/test_grid_oracle.py": {
+            "grid_oracle_has_one_direction": (
+                "for a, b in ((fine, coarse), (fine.reversed(), coarse.reversed()))",
+                "for a, b in ((fine, coarse), (fine, coarse))",
+            ),
+            "grid_oracle_certifies_its_estimate_of_q": (
+                "return np.minimum(self._inflated(q + self.missing_q), 1.0)",
+                "return np.minimum(0.5 * (q + self.missing_q), 1.0)",
+            ),
+            "grid_oracle_does_not_clip": (
+                "value if self.clip is None else np.clip(value, -self.clip[t], self.clip[t])",
+                "value",
+            ),
+        },
+    },
+    "accountants.py": {
+        "laws/test_accountants.py": {
+            "count_of_a_run_is_ignored": (
+                "(*composed.guarantees, (guarantee, count))",
+                "(*composed.guarantees, (guarantee, 1))",
+            ),
+            "failed_compose_is_half_applied": (
+                "composed = self._with(composed, leaf, leaf_count)\n",
+                "composed = self._with(composed, leaf, leaf_count)\n"
+                "                self._state = composed, composed.curve()\n",
+            ),
+        },
+        "core/test_engine_details.py": {
+            "count_of_a_repeated_event_is_ignored": (
+                "yield from _leaves(event.event, event.count * count)",
+                "yield from _leaves(event.event, event.count)",
+            ),
+        },
+    },
+    "best_bound.py": {
+        "laws/test_accountants.py": {
+            "larger_bound_is_preferred": (
+                "return candidate.mu < best.mu * (1 - 1e-12)",
+                "return candidate.mu > best.mu * (1 + 1e-12)",
+            ),
+        },
+        "core/test_guarantee.py": {
+            "composition_is_joined_with_hidden_iterates": (
+                "return _needs_hidden_iterates(best) or not _needs_hidden_iterates(guarantee)",
+                "return True",
+            ),
+        },
+    },
+    "bounds/base.py": {
+        "theorems/test_curvature.py": {
+            "failure_of_the_curvature_is_forgotten": (
+                "proof = attrs.evolve(proof, curve=with_delta(proof.curve, failure))",
+                "pass",
+            ),
+        },
+        "core/test_groups.py": {
+            "group_guarantee_of_a_curvature_that_one_data_set_has": (
+                "if loss is None or loss.curvature is None:",
+                "if loss is None or loss.curvature is not None:",
+            ),
+        },
+    },
+    "bounds/baselines.py": {
+        "theorems/test_baselines.py": {
+            "baseline_forgets_a_participation_in_the_window": (
+                "first = np.maximum(0, -((position - (run.num_steps - windows)) // run.period))",
+                "first = np.maximum(0, -((position - (run.num_steps - windows + 1)) // "
+                "run.period))",
+            ),
+            "baseline_forgets_a_whole_epoch_at_once": (
+                "rest = 2 * (run.period - half)",
+                "rest = 2 * (run.period + half)",
+            ),
+        },
+    },
+    "bounds/composition.py": {
+        "core/test_engine_details.py": {
+            "cap_costs_no_delta": (
+                "extra = event.cap_delta(relation)",
+                "extra = 0 * event.cap_delta(relation)",
+            ),
+        },
+        "theorems/test_sampled_pairs.py": {
+            "a_replaced_record_in_a_batch_of_all_records_counts_once": (
+                "GaussianCurve(2 * mu if relation is _REPLACE_ONE else mu)",
+                "GaussianCurve(mu)",
+            ),
+        },
+    },
+    "bounds/data_order.py": {
+        "theorems/test_data_order.py::TestReshuffled": {
+            "late_participations_of_expanding_runs": (
+                "process.contraction[0] <= 1:",
+                "process.contraction[0] >= 0:",
+            ),
+            "late_participations_of_schedules": (
+                "if process.is_constant and not process.release_steps and",
+                "if not process.release_steps and",
+            ),
+            "late_participations_of_runs_with_releases": (
+                "if process.is_constant and not process.release_steps and",
+                "if process.is_constant and",
+            ),
+            "epochs_of_a_schedule_are_taken_for_alike": (
+                "if process.is_constant and shape in known:",
+                "if shape in known:",
+            ),
+            "record_beyond_the_last_batch_never_took_part": (
+                "mu_squared[:] = by_position[-1]",
+                "mu_squared[:] = 0 * by_position[-1]",
+            ),
+        },
+    },
+    "bounds/overlapping_laws.py": {
+        "oracles/test_overlapping_laws.py": {
+            "runs_enter_every_window_from_one_state": (
+                "initial_shift=self.distance)",
+                "initial_shift=0 * self.distance)",
+            ),
+            "steps_that_differ_have_the_mean_noise": (
+                "sigma = float(process.noise_std[steps].min())",
+                "sigma = float(process.noise_std[steps].mean())",
+            ),
+            "states_that_are_left_over_are_as_near_as_coupled_runs": (
+                "return cls(c, s / sigma, process.domain_diameter / sigma, process.period)",
+                "near = min(process.domain_diameter, s / max(1 - c**process.period, 1e-9))\n"
+                "        return cls(c, s / sigma, near / sigma, process.period)",
+            ),
+            "last_participation_is_not_counted": (
+                "return profile.after(*_window(*self._steps.mus([(1, True)])))",
+                "return profile",
+            ),
+            "steps_without_noise_are_pauses": (
+                "is_idle = (process.sensitivity == 0) & (process.noise_std == 0)",
+                "is_idle = (process.noise_std == 0)",
+            ),
+            "pauses_of_a_cyclic_run_are_passed_over_anywhere": (
+                "if process.period == 1:",
+                "if True:",
+            ),
+        },
+    },
+    "bounds/shifted_interpolation.py": {
+        "laws/test_accountants.py": {
+            "worst_position_off_by_one": (
+                "positions = [(process.num_steps - 1) % process.period]",
+                "positions = [process.num_steps % process.period]",
+            ),
+            "worst_position_is_the_last_batch_of_an_epoch": (
+                "positions = [(process.num_steps - 1) % process.period]",
+                "positions = [process.period - 1]",
+            ),
+            "last_position_is_the_worst_with_schedules_too": (
+                "if process.is_constant and len(positions) > 1:",
+                "if len(positions) > 1:",
+            ),
+            "releases_are_ignored": ("if not process.release_steps:", "if True:"),
+        },
+        "theorems/test_all_positions.py": {
+            "only_starts_after_batches_are_tried": (
+                "return bool((c <= 1).all() and (excess <= slack).all())",
+                "return True",
+            ),
+            "drift_at_the_start_of_a_window_holds_the_record_twice": (
+                "(moved - sensitivity)[is_moved]",
+                "(moved - 2 * sensitivity)[is_moved]",
+            ),
+        },
+        "theorems/test_taut_string.py": {
+            "tracking_is_off_by_one": (
+                "known = np.where(is_cut, distances, np.nan)",
+                "known = np.roll(np.where(is_cut, distances, np.nan), -1)",
+            ),
+            "tracking_ignores_the_bounded_drift": (
+                "capped = min(kappa * distance + offset, process.domain_diameter)",
+                "capped = max(kappa * distance + offset, process.domain_diameter)",
+            ),
+        },
+        "laws/test_accountants.py::TestReleases": {
+            "segment_starts_at_the_beginning_of_the_epoch": (
+                "totals += of_shape(start % process.period, end - start)",
+                "totals += of_shape(0, end - start)",
+            ),
+            "segment_of_a_schedule_starts_with_the_run": (
+                "(process, start, end, positions)",
+                "(process, start % process.period, end, positions)",
+            ),
+        },
+        "theorems/test_equal_steps.py": {
+            "short_segment_starts_at_position_0": (
+                "offsets = (np.asarray(positions) - start) % process.period",
+                "offsets = np.asarray(positions) % process.period",
+            ),
+            "nothing_was_before_the_tail": ("initial_shift=initial,", "initial_shift=0.0,"),
+        },
+    },
+    "bounds/solvers/all_positions.py": {
+        "theorems/test_all_positions.py": {
+            "window_after_a_batch_starts_a_step_early": (
+                "sums.columns(begins, sums.after)",
+                "sums.columns(begins, sums.blocks)",
+            ),
+            "blocks_of_all_positions_have_one_exponent": (
+                "exponents = np.frexp(self.products)[1]",
+                "exponents = 0 * np.frexp(self.products)[1]",
+            ),
+            "blocks_of_all_positions_end_with_the_epoch": (
+                "after[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)",
+                "pass",
+            ),
+            "windows_of_all_positions_start_a_step_early": (
+                "shift, may_start = distances.before(step)",
+                "shift, may_start = distances.before(max(step - 1, 0))",
+            ),
+            "drift_of_all_positions_holds_the_record_twice": (
+                "max(moved[position] - s, 0.0)",
+                "max(moved[position] - 2 * s, 0.0)",
+            ),
+            "windows_of_all_positions_stop_too_early": (
+                "is_open[asked] = blocks.cost[asked] < best[asked]",
+                "is_open[asked] = 2 * blocks.cost[asked] < best[asked]",
+            ),
+            "distances_are_tracked_again_from_another_step": (
+                "distance, is_cut = self._kept[step // self._chunk]",
+                "distance, is_cut = self._kept[max(step // self._chunk - 1, 0)]",
+            ),
+            "windows_are_not_looked_for": (
+                "return bool((stretched > np.minimum(limit, process.domain_diameter)).any())",
+                "return False",
+            ),
+        },
+    },
+    "bounds/solvers/carries.py": {
+        "theorems/test_carries.py": {
+            "what_is_carried_over_the_end_of_an_epoch_is_forgotten": (
+                "carried = (carries[:-1] * self.whole)[:, None]",
+                "carried = (0 * carries[:-1] * self.whole)[:, None]",
+            ),
+            "record_is_hidden_before_it_comes": (
+                "shifted * self.before <= carried * self.total",
+                "shifted * 0 <= carried * self.total",
+            ),
+            "released_iterates_are_carried_over": (
+                "released[[step // period - 1 for step in process.release_steps]] = True",
+                "released[[step // period for step in process.release_steps]] = True",
+            ),
+            "costs_of_epochs_are_rounded_down": (
+                "cells = np.ceil((row - low) / width * (1 - _ROUNDING)).astype(int)",
+                "cells = np.zeros(len(row), dtype=int)",
+            ),
+            "costs_are_merged_downwards": (
+                "index = np.searchsorted(edges, np.arange(len(law)))",
+                "index = np.maximum(np.searchsorted(edges, np.arange(len(law))) - 1, 0)",
+            ),
+            "what_every_position_costs_at_least_is_dropped": (
+                "start = float(lowest[varies].sum() + highest[~varies].sum())",
+                "start = float(highest[~varies].sum())",
+            ),
+        },
+    },
+    "bounds/solvers/distance_law.py": {
+        "theorems/test_random_distance.py": {
+            "distance_is_rounded_down": (
+                "moves = np.ceil(size * np.arange(len(heads)) * (1 - _ROUNDING / 2)).astype(int)",
+                "moves = np.floor(size * np.arange(len(heads)) * (1 - _ROUNDING / 2)).astype(int)",
+            ),
+            "weights_are_rounded_down": (
+                "index = np.searchsorted(sizes, weights[rest:])",
+                "index = np.maximum(np.searchsorted(sizes, weights[rest:]) - 1, 0)",
+            ),
+            "small_weights_are_dropped": (
+                "offset = float(sums[rest - 1]) if rest else 0.0",
+                "offset = 0.0",
+            ),
+            "levels_are_merged_downwards": (
+                "index = np.searchsorted(edges, law.levels)  # the smallest edge that is not below",
+                "index = np.maximum(np.searchsorted(edges, law.levels) - 1, 0)",
+            ),
+            "odd_cells_of_a_coarser_grid_move_down": (
+                "padded = np.concatenate([[0.0], law, np.zeros(1 - len(law) % 2)])",
+                "padded = np.concatenate([law, np.zeros(len(law) % 2)])",
+            ),
+        },
+    },
+    "bounds/solvers/equal_steps.py": {
+        "theorems/test_equal_steps.py": {
+            "equal_participations_never_pool": (
+                "np.where(pools, together, alone + others)",
+                "alone + others",
+            ),
+        },
+    },
+    "bounds/solvers/sampled_windows.py": {
+        "theorems/test_subsampling.py": {
+            "the_mean_distance_stands_for_all": (
+                "mus = law.levels * math.exp(min(log_unit, 600.0))",
+                "mus = (law.levels * 0 + law.levels @ law.probabilities) * "
+                "math.exp(min(log_unit, 600.0))",
+            ),
+            "both_parts_of_the_noise_are_whole": (
+                "log_unit = self._log_mu_of_unit(plan) - 0.5 * math.log1p(-plan.beta)",
+                "log_unit = self._log_mu_of_unit(plan)",
+            ),
+            "distance_shrinks_all_through_the_window": (
+                "log_product(self.total - plan.length, first)",
+                "log_product(self.total - plan.length, self.total)",
+            ),
+        },
+        "oracles/test_random_distance.py": {
+            "hidden_coins_inside_the_window_forget": (
+                "return self._window(plan, self._laws[key])",
+                "law = self._laws[key]\n"
+                "        hidden = (1 - self._steps.rate) ** (self.total - start)\n"
+                "        weights = np.append(hidden, (1 - hidden) * law.probabilities)\n"
+                "        law = DistanceLaw(np.append(0.0, law.levels), weights, law.rare)\n"
+                "        return self._window(plan, law)",
+            ),
+        },
+    },
+    "bounds/solvers/state_windows.py": {
+        "oracles/test_overlapping_laws.py": {
+            "states_in_common_are_equally_likely": (
+                "own = np.cumsum(same(at[:, None] - losses) * first, axis=1)",
+                "own = np.cumsum(same(at[:, None] - 0 * losses) * first, axis=1)",
+            ),
+            "what_is_left_of_the_other_law_is_all_of_it": (
+                "more = np.log(left_over[allowed]) - math.log(unmatched)",
+                "more = 0 * left_over[allowed] - math.log(unmatched)",
+            ),
+            "states_beyond_the_last_ratio_are_forgotten": (
+                "total = own[:, zero + offset] + cut + (",
+                "total = own[:, zero + offset] + 0 * cut + (",
+            ),
+            "losses_below_the_first_ratio_keep_theirs": (
+                "raised = below[lows] * same(at[:, None] - levels) - own[:, lows]",
+                "raised = 0 * below[lows] * same(at[:, None] - levels)",
+            ),
+        },
+    },
+    "bounds/solvers/stretching.py": {
+        "theorems/test_subsampling.py": {
+            "batches_are_as_large_as_those_of_the_larger_data_set": (
+                "means = np.maximum(sizes.fewest * each, sizes.others * each)",
+                "means = sizes.others * each",
+            ),
+        },
+        "theorems/test_random_distance.py": {
+            "batches_are_as_large_as_on_average": (
+                "offsets = np.append(0.0, needed / thetas[:, 0])",
+                "offsets = np.append(0.0, 0 * needed / thetas[:, 0])",
+            ),
+            "windows_of_a_plan_fail_together": (
+                "needed = math.log(num_steps / failure)",
+                "needed = math.log(1 / failure)",
+            ),
+        },
+    },
+    "bounds/solvers/taut_string.py": {
+        "theorems/test_taut_string.py": {
+            "pooling_in_the_wrong_direction": (
+                "_slopes_fall(new, top) if self._grows_left else _slopes_fall(top, new)",
+                "_slopes_fall(top, new) if self._grows_left else _slopes_fall(new, top)",
+            ),
+            "shift_is_spent_within_the_epoch": (
+                "while len(blocks) > 1 and self._must_pool(block, blocks[-1]):",
+                "while len(blocks) < 1 and self._must_pool(block, blocks[-1]):",
+            ),
+            "query_pools_everything": (
+                "while index and self._must_pool(block, self._blocks[index]):",
+                "while index:",
+            ),
+            "noise_of_the_step_is_contracted_by_itself": (
+                "stack.push((s[t] * product, noise * noise, exponent))\n"
+                "            product *= c[t]",
+                "product *= c[t]\n            noise = sigma[t] * product\n"
+                "            stack.push((s[t] * product, noise * noise, exponent))",
+            ),
+            "window_starts_a_step_late": (
+                "_scaled(known_shift[chunk], shift_unit)",
+                "_scaled(known_shift[start + 1 : stop + 1], shift_unit)",
+            ),
+            "shift_without_noise_is_free": (
+                "return s * (s / w) if w > 0 else math.inf",
+                "return s * (s / w) if w > 0 else 0.0",
+            ),
+            "scan_stops_too_early": ("if stack.cost >= best:", "if stack.cost >= best / 2:"),
+            "jump_skips_a_block": (
+                "if self._must_pool(jumped, self._blocks[target]):",
+                "if self._must_pool(block, self._blocks[target]):",
+            ),
+        },
+        "theorems/test_all_positions.py": {
+            "pooling_is_the_same_on_both_sides": (
+                "_slopes_fall(new, top) if self._grows_left else _slopes_fall(top, new)",
+                "_slopes_fall(new, top)",
+            ),
+        },
+    },
+    "bounds/subsampling.py": {
+        "theorems/test_random_distance.py": {
+            "what_was_planned_never_fails": (
+                "return with_delta(run.released_curve(event), run.failure)",
+                "return CurveWithDelta(run.released_curve(event), 0.0)",
+            ),
+            "second_plan_is_the_first_one": (
+                "smaller = functools.partial(_curve, event, relation, _SMALLER_FAILURE)",
+                "smaller = functools.partial(_curve, event, relation, _FAILURE)",
+            ),
+            "products_of_moduli_never_fail": (
+                "failure = sizes.failure + allowed / 2",
+                "failure = sizes.failure",
+            ),
+        },
+        "theorems/test_subsampling.py": {
+            "the_past_left_no_distance": (
+                "distance=tracked_distances(self.process, steps, sensitivity, initial)[0],",
+                "distance=0 * tracked_distances(self.process, steps, sensitivity, initial)[0],",
+            ),
+            "what_a_window_does_not_cover_is_dropped": (
+                "return with_delta(compose_curves(curves), window.rare)",
+                "return compose_curves(curves)",
+            ),
+            "poisson_batches_have_the_expected_size": (
+                "process = sampled_process(event, relation, sizes.largest)",
+                "process = sampled_process(event, relation, event.batch_size)",
+            ),
+        },
+    },
+    "curves/base.py": {
+        "core/test_engine_details.py": {
+            "extra_delta_is_forgotten_by_delta": (
+                "return min(1.0, self.curve.delta(epsilon) + self.extra)",
+                "return min(1.0, self.curve.delta(epsilon))",
+            ),
+            "extra_delta_is_forgotten_by_epsilon": (
+                "self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf",
+                "self.curve.epsilon(delta) if delta > self.extra else math.inf",
+            ),
+        },
+        "laws/test_curves.py": {
+            "mixture_of_divergences_is_their_mean": (
+                "return np.where(direct < 1, near_one, direct) / (orders - 1)",
+                "return exponents @ self.weights / (orders - 1)",
+            ),
+        },
+        "laws/test_composition.py": {
+            "best_of_curves_is_unfolded_once": (
+                "            yield from _unfolded(part, for_small_deltas)",
+                "            yield cast(ComposableCurve, part), 0.0",
+            ),
+        },
+        "theorems/test_curvature.py": {
+            "failure_of_a_nested_curve_is_dropped": (
+                "yield single, failure + curve.extra",
+                "yield single, failure",
+            ),
+        },
+    },
+    "curves/by_profile.py": {
+        "theorems/test_sampled_pairs.py": {
+            "sampled_record_replaces_nobody": (
+                "return profiles.without_replacement(profiles.gaussian(2 * mu), rate)",
+                "return profiles.without_replacement(profiles.gaussian(mu), rate)",
+            ),
+            "zeroed_record_takes_an_empty_place": (
+                "return profiles.sampled_deltas(_between(mu, rate, base_is_far=True), "
+                "rate, epsilon)",
+                "return profiles.sampled_deltas(profiles.gaussian(mu).forward, rate, epsilon)",
+            ),
+            "replaced_record_counts_once": (
+                "return profiles.sampled_deltas(_between(mu, rate, base_is_far=False), "
+                "rate, epsilon)",
+                "return profiles.sampled_deltas(profiles.gaussian(mu).forward, rate, epsilon)",
+            ),
+            "pair_is_that_of_its_smaller_direction": (
+                "return Profile(forward, backward, _largest(2 * mu, rate))",
+                "return Profile(backward, backward, _largest(2 * mu, rate))",
+            ),
+            "shares_of_a_mixture_count_more_than_once": (
+                "at_near = epsilon + near - np.log1p(-share)",
+                "at_near = epsilon + near - 2 * np.log1p(-share)",
+            ),
+            "divergence_at_a_negative_epsilon_is_that_at_zero": (
+                "return np.asarray(share * np.where(epsilon < 0, below_zero, of_mu))",
+                "return np.asarray(share * of_mu)",
+            ),
+            "divergence_without_small_losses": (
+                "total = special.logsumexp(np.concatenate([rising, falling], axis=1), axis=1)",
+                "total = special.logsumexp(rising, axis=1)",
+            ),
+        },
+        "core/test_cohorts.py": {
+            "cohort_by_the_smaller_direction": (
+                "found = np.maximum(found, self.profile.backward(epsilon))",
+                "found = np.minimum(found, self.profile.backward(epsilon))",
+            ),
+        },
+    },
+    "curves/composed.py": {
+        "laws/test_accountants.py": {
+            "mu_is_added_instead_of_its_square": (
+                "mu_squared += count * curve.mu**2",
+                "mu_squared += count * curve.mu",
+            ),
+        },
+        "laws/test_curves.py": {
+            "a_standard_event_is_lost": (
+                "parts += [(event, 1) for event in events]",
+                "parts += [(event, 1) for event in events[1:]]",
+            ),
+            "count_of_other_curves_is_ignored": (
+                "others.append((curve, count))",
+                "others.append((curve, 1))",
+            ),
+            "count_of_composed_curves_is_ignored": (
+                "yield from ((part, count * times) for part, times in curve.parts)",
+                "yield from ((part, times) for part, times in curve.parts)",
+            ),
+            "curve_that_is_given_twice_runs_as_often_as_the_last_time": (
+                "counts[id(curve)] = curve, counts.get(id(curve), (curve, 0))[1] + count",
+                "counts[id(curve)] = curve, count",
+            ),
+            "event_that_is_given_twice_runs_as_often_as_the_last_time": (
+                "count = found[key].count if key in found else 0",
+                "count = 0",
+            ),
+            "privacy_loss_of_repeated_curves_counts_once": (
+                "composed += [(loss, count * times) for loss, times in losses]",
+                "composed += [(loss, times) for loss, times in losses]",
+            ),
+            "mu_beside_other_curves_is_lost": (
+                "parts += [(gaussian, 1)] if mu_squared or not parts else []",
+                "parts += [(gaussian, 1)] if not parts else []",
+            ),
+        },
+        "core/test_engine_details.py": {
+            "count_of_standard_events_is_ignored": (
+                "attrs.evolve(curve, count=count * curve.count)",
+                "attrs.evolve(curve, count=curve.count)",
+            ),
+            "extra_delta_counts_once_for_many_runs": (
+                "failure = sum(count * p for (_, p), count in zip(choice, counts, strict=True))",
+                "failure = sum(p for (_, p), count in zip(choice, counts, strict=True))",
+            ),
+        },
+        "laws/test_composition.py": {
+            "failures_of_composed_runs_are_dropped": (
+                "composed.append(with_delta(_composed(chosen), failure))",
+                "composed.append(_composed(chosen))",
+            ),
+        },
+    },
+    "curves/composed_loss.py": {
+        "core/test_privacy_losses.py": {
+            "error_of_the_transform_is_dropped": (
+                "inside = inside + _norm_of_weights(tilt.theta, len(law), self._grid) * "
+                "error + _LOST",
+                "inside = inside + _LOST",
+            ),
+            "only_one_direction_of_a_loss_counts": (
+                "if not all(loss.is_symmetric for loss, _ in parts):",
+                "if False:",
+            ),
+            "more_of_a_tilted_law_is_left_out": (
+                "np.searchsorted(np.cumsum(rough), negligible)) - 1",
+                "np.searchsorted(np.cumsum(rough), negligible)) + 1",
+            ),
+            "mass_at_infinity_counts_once": (
+                "count * math.log1p(-law.infinite) if",
+                "math.log1p(-law.infinite) if",
+            ),
+        },
+    },
+    "curves/gaussian.py": {
+        "core/test_gaussian.py": {
+            "delta_without_the_exponential_term": (
+                "result[right] = np.log(special.ndtr(a[right]) - second)",
+                "result[right] = np.log(special.ndtr(a[right]) - 0 * second)",
+            ),
+            "epsilon_is_not_rounded_up": (
+                "while delta_from_mu(mu, epsilon) > delta:",
+                "while delta_from_mu(mu, epsilon) > 2 * delta:",
+            ),
+        },
+    },
+    "curves/losses.py": {
+        "core/test_privacy_losses.py": {
+            "privacy_loss_has_no_negative_losses": (
+                "below = _masses_above_zero(opposite, grid)",
+                "below = 0 * _masses_above_zero(opposite, grid)",
+            ),
+            "losses_below_zero_are_those_of_the_same_direction": (
+                "_connect_the_dots(forward, backward, grid), _connect_the_dots(backward, "
+                "forward, grid)",
+                "_connect_the_dots(forward, forward, grid), _connect_the_dots(backward, "
+                "backward, grid)",
+            ),
+            "losses_are_moved_to_a_wider_grid_by_their_mean": (
+                "to_the_right = np.expm1(-places) / math.expm1(-grid)",
+                "to_the_right = places / grid",
+            ),
+            "losses_on_a_wider_grid_are_rounded_down": (
+                "masses[1:] += (inside * to_the_right).sum(axis=1)",
+                "masses[:-1] += (inside * to_the_right).sum(axis=1)",
+            ),
+            "coarse_law_is_smaller_in_convex_order": (
+                "coarse[1:] += to_the_right",
+                "coarse[:-1] += to_the_right",
+            ),
+        },
+    },
+    "curves/profiles.py": {
+        "theorems/test_subsampling.py": {
+            "sampling_amplifies_twice": (
+                "return rate * whole(np.where(epsilon < _LARGE_EPSILON, near, far))",
+                "return rate * rate * whole(np.where(epsilon < _LARGE_EPSILON, near, far))",
+            ),
+        },
+    },
+    "curves/standard.py": {
+        "laws/test_standard_events.py": {
+            "count_of_a_gaussian_event_is_ignored": (
+                "GaussianCurve(mu * math.sqrt(count))",
+                "GaussianCurve(mu)",
+            ),
+            "zero_noise_inside_a_sampled_event_is_missed": (
+                "or any(map(has_zero_noise, nested_events(event)))",
+                "or any(map(has_zero_noise, []))",
+            ),
+            "replaced_record_of_a_standard_event_moves_half_as_far": (
+                "return SampledCurve(replaced_in_poisson_batch, mu, rate)",
+                "return SampledCurve(replaced_in_poisson_batch, mu / 2, rate)",
+            ),
+            "zeroed_record_of_a_standard_event_moves_half_as_far": (
+                "return SampledCurve(zeroed_without_replacement, mu, rate)",
+                "return SampledCurve(zeroed_without_replacement, mu / 2, rate)",
+            ),
+            "divergence_of_a_pair_beside_events_is_lost": (
+                "return self.count * pair.rdp(orders)",
+                "return 0 * pair.rdp(orders)",
+            ),
+        },
+        "laws/test_accountants.py::TestComposition": {
+            "gaussian_event_under_replace_one_is_not_doubled": (
+                "(2.0 if relation is _REPLACE_ONE else 1.0) / noise",
+                "1.0 / noise",
+            ),
+            "laplace_event_under_replace_one_is_not_doubled": (
+                "return EventCurve(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)",
+                "return EventCurve(_with_noise(event, 1.0), count, _ADD_OR_REMOVE)",
+            ),
+            "without_replacement_event_under_replace_one_is_not_doubled": (
+                "return EventCurve(_with_noise(event, 0.5), count, _REPLACE_ONE)",
+                "return EventCurve(_with_noise(event, 1.0), count, _REPLACE_ONE)",
+            ),
+        },
+        "core/test_privacy_losses.py": {
+            "loss_of_a_step_is_that_of_another_relation": (
+                "loss = _sampled_gaussian_loss(event, relation)",
+                "loss = _sampled_gaussian_loss(event, NeighboringRelation.ADD_OR_REMOVE_ONE)",
+            ),
+        },
+    },
+    "curves/transformed.py": {
+        "core/test_groups.py": {
+            "chain_of_one_test_less": (
+                "for _ in range(self.size):",
+                "for _ in range(self.size - 1):",
+            ),
+        },
+        "core/test_guarantee_forms.py": {
+            "best_of_a_poisson_number_of_runs_costs_one_delta": (
+                "extra = mean * np.reshape(deltas, orders.shape)",
+                "extra = np.reshape(deltas, orders.shape)",
+            ),
+            "best_of_a_poisson_number_of_runs_forgets_how_many": (
+                "extra + math.log(mean) / (orders - 1))",
+                "extra)",
+            ),
+            "best_of_many_runs_forgets_the_shape": (
+                "fixed = (1 + shape) * float(np.min(others))",
+                "fixed = float(np.min(others))",
+            ),
+            "best_of_many_runs_forgets_how_many": (
+                "+ fixed + math.log(mean) / (at - 1), orders)",
+                "+ fixed, orders)",
+            ),
+        },
+    },
+    "events/as_composition.py": {
+        "core/test_events.py": {
+            "partial_epoch_is_not_counted": (
+                "participations = max(0, -(-(num_steps - (position or 0)) // period))",
+                "participations = max(1, (num_steps - (position or 0)) // period)",
+            ),
+            "reshuffled_record_keeps_its_position": (
+                "mu_squared = float(epochs.max(axis=1).sum())",
+                "mu_squared = float(epochs.sum(axis=0).max())",
+            ),
+            "last_batch_of_the_epoch_is_the_worst_in_composition": (
+                "by_position.max() if position is None",
+                "by_position[-1] if position is None",
+            ),
+            "composition_forgets_a_declared_position": (
+                "participations = max(0, -(-(num_steps - (position or 0)) // period))",
+                "participations = max(0, -(-num_steps // period))",
+            ),
+        },
+        "core/test_engine_details.py": {
+            "sampled_steps_of_equal_noise_count_once": (
+                "sampled(dp_accounting.GaussianDpEvent(float(value))), int(count)",
+                "sampled(dp_accounting.GaussianDpEvent(float(value))), int(count > 0)",
+            ),
+        },
+    },
+    "events/batch_order.py": {
+        "oracles/test_gaussian_oracle.py": {
+            "replace_one_moves_one_clip_norm": (
+                "if relation is NeighboringRelation.REPLACE_ONE or order is "
+                "BatchOrder.WITHOUT_REPLACEMENT:",
+                "if order is BatchOrder.WITHOUT_REPLACEMENT:",
+            ),
+        },
+        "core/test_events.py": {
+            "without_replacement_forgets_the_stand_in": (
+                "if relation is NeighboringRelation.REPLACE_ONE or order is "
+                "BatchOrder.WITHOUT_REPLACEMENT:",
+                "if relation is NeighboringRelation.REPLACE_ONE:",
+            ),
+        },
+        "core/test_process.py": {
+            "fixed_batches_accept_add_or_remove": (
+                "NeighboringRelation.ADD_OR_REMOVE_ONE and order in _FIXED_SIZE",
+                "NeighboringRelation.ADD_OR_REMOVE_ONE and order not in (*_FIXED_SIZE, "
+                "*BatchOrder)",
+            ),
+            "unequal_batches_are_accepted": (
+                "rest = dataset_size % batch_size",
+                "rest = 0 * dataset_size % batch_size",
+            ),
+        },
+        "core/test_engine_details.py": {
+            "cap_delta_of_one_step": ("min(1.0, num_steps * float(tail))", "min(1.0, float(tail))"),
+            "cap_delta_off_by_one": (
+                "stats.binom.sf(most_terms - 1,",
+                "stats.binom.sf(most_terms,",
+            ),
+        },
+    },
+    "events/block_coordinate.py": {
+        "theorems/test_block_coordinate.py": {
+            "replaced_block_record_moves_one_clip_norm": (
+                "return sensitivity_in_clip_norms(BatchOrder.CYCLIC, relation) * bound",
+                "return bound",
+            ),
+            "block_clip_that_acts_is_taken_for_idle": (
+                "return self.block_loss.lipschitz > self.clip_norm",
+                "return self.block_loss.lipschitz > 2 * self.clip_norm",
+            ),
+        },
+    },
+    "events/last_iterate.py": {
+        "core/test_process.py": {
+            "sensitivity_is_lipschitz_where_the_clip_is_smaller": (
+                "return clip if lipschitz is None else np.minimum(clip, lipschitz)",
+                "return clip if lipschitz is None else np.full_like(clip, lipschitz)",
+            ),
+            "sensitivity_ignores_lipschitz": (
+                "return clip if lipschitz is None else np.minimum(clip, lipschitz)",
+                "return clip",
+            ),
+            "noise_in_units_of_lipschitz": (
+                "unit = self.gradient_bound() if self.clip_norm is None else "
+                'self.per_step("clip_norm")',
+                "unit = self.gradient_bound()",
+            ),
+        },
+        "core/test_events.py": {
+            "steps_without_learning_rate_cost_in_composition": (
+                '& (self.per_step("learning_rate") > 0)',
+                '& ((self.per_step("learning_rate") > 0) | (self.batch_order is not '
+                "BatchOrder.POISSON))",
+            ),
+        },
+        "core/test_engine_details.py": {
+            "sampled_steps_without_learning_rate_cost_in_composition": (
+                '& (self.per_step("learning_rate") > 0)',
+                '& ((self.per_step("learning_rate") > 0) | (self.batch_order is '
+                "BatchOrder.POISSON))",
+            ),
+        },
+        "core/test_microbatches.py": {
+            "a_microbatch_may_be_left_out": (
+                "if self.is_microbatched and relation is not NeighboringRelation.REPLACE_ONE:",
+                "if False:",
+            ),
+        },
+    },
+    "events/loss_geometry.py": {
+        "core/test_geometry.py": {
+            "softmax_is_as_smooth_as_logistic": (
+                "return cls.convex(square / 2, math.sqrt(2 * square))",
+                "return cls.convex(square / 4, math.sqrt(2 * square))",
+            ),
+            "softmax_gradient_is_as_short_as_logistic": (
+                "return cls.convex(square / 2, math.sqrt(2 * square))",
+                "return cls.convex(square / 2, math.sqrt(square))",
+            ),
+            "bias_is_not_a_feature": (
+                "return norm * norm + (1.0 if bias else 0.0)",
+                "return norm * norm + (0.0 if bias else 0.0)",
+            ),
+        },
+        "core/test_envelope_losses.py": {
+            "smoothing_counts_twice": (
+                "return square / (inverse_curvature + smoothing)",
+                "return square / (inverse_curvature + 2 * smoothing)",
+            ),
+            "gradients_of_an_envelope_do_not_grow_with_the_features": (
+                "clip_norm * math.sqrt(square)\n",
+                "clip_norm\n",
+            ),
+        },
+    },
+    "guarantee.py": {
+        "core/test_guarantee_forms.py": {
+            "best_of_runs_whose_guarantee_is_about_one_batch": (
+                "self._check_is_about_all(False)\n        if not np.isfinite(",
+                "if not np.isfinite(",
+            ),
+        },
+    },
+    "ledger.py": {
+        "core/test_ledger.py": {
+            "a_budget_that_counts_the_costliest_release_alone": (
+                "mu = math.sqrt(math.fsum(mu**2 for _, mu, _ in rows if mu is not None))",
+                "mu = max([mu for _, mu, _ in rows if mu is not None], default=0.0)",
+            ),
+        },
+    },
+    "losses/envelope.py": {
+        "core/test_envelope_losses.py": {
+            "smoothing_for_a_step_without_decay": ("/ (2 * (1 - rate * decay))", "/ 2"),
+            "smoothing_for_the_mean_batch": ("needed = rate * stretch *", "needed = rate *"),
+        },
+    },
+    "losses/scalar.py": {
+        "core/test_envelope_losses.py": {
+            "logistic_gradients_are_cut_off_on_one_side": (
+                "y = xp.minimum(xp.maximum(y, -clip_norm), clip_norm)",
+                "y = xp.minimum(y, clip_norm)",
+            ),
+            "hinge_gradients_are_not_cut_off": ("min(1.0, clip_norm))", "1.0)"),
+        },
+    },
+    "losses/softmax.py": {
+        "oracles/test_envelope_search.py": {
+            "softmax_envelope_without_smoothing": (
+                "return cls(arrays, centred, targets, clip_norm, smoothing)",
+                "return cls(arrays, centred, targets, clip_norm, 0.0)",
+            ),
+            "a_radial_clip_in_place_of_the_envelope": (
+                "    for _ in range(NEWTON_STEPS):\n        point, squares",
+                "    return point\n    for _ in range(NEWTON_STEPS):\n        point, squares",
+            ),
+        },
+        "core/test_envelope_losses.py": {
+            "ridge_below_the_smoothing": (
+                "xp.maximum(0.1 * r - 0.01, m))",
+                "xp.maximum(0.1 * r - 0.01, 0.0))",
+            ),
+            "what_is_not_solved_counts_as_solved": (
+                "return error <= TOLERANCE * spread",
+                "return error <= 1e3 * spread",
+            ),
+            "the_certificate_forgets_the_ball": (
+                "bound = bound + 0.5 * theta * xp.sqrt(squares) * (1.0 + stretch)",
+                "bound = bound + 0.0 * theta * xp.sqrt(squares) * (1.0 + stretch)",
+            ),
+        },
+    },
+    "process/batch_curvature.py": {
+        "theorems/test_curvature.py": {
+            "released_curvature_has_no_margin": (
+                "bound = noisy + scale * math.log(1 / (2 * failure)) + _ROUNDING",
+                "bound = noisy + _ROUNDING",
+            ),
+            "batches_are_as_curved_as_all_records": ("return high\n", "return whole\n"),
+            "one_batch_stands_for_all": (
+                "needed = math.log(number * dimension / failure) / size",
+                "needed = math.log(1 / failure) / size",
+            ),
+            "record_of_a_cyclic_batch_is_one_of_all": ("batches), size", "batches), records"),
+            "record_joins_no_batch_without_replacement": ("share += 1 / size", "share += 0 / size"),
+        },
+    },
+    "process/batch_sizes.py": {
+        "theorems/test_random_distance.py": {
+            "steps_of_a_schedule_are_as_those_before_them": (
+                "way = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)",
+                "way = np.zeros(len(eta))",
+            ),
+            "steps_of_a_schedule_are_nearer_to_the_other_ones": (
+                "weights = np.log1p(-way), np.log(way)",
+                "weights = np.log(way), np.log1p(-way)",
+            ),
+            "steps_with_another_decay_are_not_looked_at": (
+                "is_node[changes] = is_node[changes + 1] = is_node[-1] = True",
+                "is_node[-1] = True",
+            ),
+            "line_below_the_moduli": (
+                "intercepts = [(logs - slope[:, None] * number).max(axis=1) for slope in slopes]",
+                "intercepts = [(logs - slope[:, None] * number).mean(axis=1) for slope in slopes]",
+            ),
+            "replaced_record_is_in_no_batch": (
+                "moduli = np.maximum(moduli[:, :-1], moduli[:, 1:])",
+                "moduli = moduli[:, :-1]",
+            ),
+        },
+        "theorems/test_subsampling.py": {
+            "overfull_batches_cost_nothing": (
+                "failed = event.overfull_delta(relation, largest)",
+                "failed = 0 * event.overfull_delta(relation, largest)",
+            ),
+            "small_batches_cost_nothing": (
+                "failed += event.num_steps * float(below(smallest - 1))",
+                "failed += 0 * event.num_steps * float(below(smallest - 1))",
+            ),
+        },
+    },
+    "process/conditions.py": {
+        "core/test_process.py": {
+            "cyclic_run_of_a_loss_without_linear_modulus": (
+                "loss.kind is not LossKind.HOELDER or loss.exponent == 1:",
+                "loss.kind is not LossKind.HOELDER or loss.exponent <= 1:",
+            ),
+        },
+    },
+    "process/geometry.py": {
+        "core/test_geometry.py": {
+            "clipped_maps_do_not_expand": ("np.sqrt(1 + r * r / inside)", "np.ones_like(r)"),
+            "clipped_weakly_convex_row_without_e": ("1 + eta * small,", "1 + 0 * eta * small,"),
+            "unclipped_row_where_the_clip_acts": (
+                "return np.where(clip_is_active, clipped, unclipped)",
+                "return np.where(clip_is_active & False, clipped, unclipped)",
+            ),
+            "strong_convexity_contracts_inside_the_clip": (
+                "(LossKind.LINEAR, LossKind.GENERALIZED_LINEAR)",
+                "(LossKind.LINEAR, LossKind.GENERALIZED_LINEAR, LossKind.STRONGLY_CONVEX)",
+            ),
+            "weak_convexity_is_forgotten": (
+                "if loss.kind is LossKind.STRONGLY_CONVEX else -loss.weak_convexity",
+                "if loss.kind is LossKind.STRONGLY_CONVEX else 0 * loss.weak_convexity",
+            ),
+            "large_steps_do_not_overshoot": (
+                "np.abs(decay - eta * smoothness))",
+                "0 * np.abs(decay - eta * smoothness))",
+            ),
+            "large_clipped_steps_do_not_overshoot": ("eta * big - 1,", "1 - 0 * eta * big,"),
+            "decay_is_clipped_with_the_loss": (
+                "result = decay * _clipped(eta / decay, big, small)",
+                "result = _clipped(eta, big + float(np.max(w)), small)",
+            ),
+            "decay_does_not_stretch_the_clipped_step": (
+                "result = decay * _clipped(eta / decay, big, small)",
+                "result = decay * _clipped(eta, big, small)",
+            ),
+            "expanding_maps_are_taken_for_nonexpansive": (
+                "unclipped = unclipped_update_lipschitz(learning_rate, loss.smoothness, "
+                "lower, weight_decay)",
+                "unclipped = np.minimum(1, unclipped_update_lipschitz(learning_rate, "
+                "loss.smoothness, lower, weight_decay))",
+            ),
+            "expanding_clipped_maps_are_taken_for_nonexpansive": (
+                "return np.where(clip_is_active, clipped, unclipped)",
+                "return np.where(clip_is_active, np.minimum(1, clipped), unclipped)",
+            ),
+        },
+        "core/test_process.py": {
+            "unclipped_row_where_the_clip_acts_in_some_steps": (
+                "or not clip_is_active.any()",
+                "or not clip_is_active.all()",
+            ),
+        },
+        "laws/test_accountants.py": {
+            "generalized_linear_row_for_all_convex_losses": (
+                "(LossKind.LINEAR, LossKind.GENERALIZED_LINEAR)",
+                "(LossKind.LINEAR, LossKind.GENERALIZED_LINEAR, LossKind.CONVEX)",
+            ),
+        },
+    },
+    "process/groups.py": {
+        "theorems/test_prox.py": {
+            "prox_of_a_group_shrinks_more": (
+                "event.prox_strong_convexity / longer",
+                "event.prox_strong_convexity",
+            ),
+        },
+        "core/test_groups.py": {
+            "records_without_gradient_are_strongly_convex": (
+                "left = (1 - changed) * loss.strong_convexity",
+                "left = (1 - 0 * changed) * loss.strong_convexity",
+            ),
+            "random_batches_have_a_fixed_number_of_curved_terms": (
+                "relation is _REPLACE_SPECIAL and event.batch_order is not BatchOrder.POISSON",
+                "relation is _REPLACE_SPECIAL",
+            ),
+            "curvature_holds_for_all_data_sets_between_two": (
+                "curvature = loss.curvature + changed * loss.smoothness",
+                "curvature = loss.curvature + 0 * changed",
+            ),
+            "records_that_are_added_do_not_lengthen_the_step": (
+                "learning_rate=_times(event.learning_rate, longer)",
+                "learning_rate=event.learning_rate",
+            ),
+        },
+        "core/test_cohorts.py": {
+            "everybody_is_in_the_cohort": (
+                "loss = attrs.evolve(event.loss, curvature=None, curvature_failure=None)\n"
+                "    if loss.kind is LossKind.STRONGLY_CONVEX:",
+                "loss = attrs.evolve(event.loss, curvature=None, curvature_failure=None)\n"
+                "    if not loss.kind:",
+            ),
+        },
+    },
+    "process/noisy_process.py": {
+        "core/test_process.py": {
+            "drift_loses_the_factor_2": (
+                "drift=per_step(eta * bound * terms / b)",
+                "drift=per_step(eta * bound * terms / b / 2)",
+            ),
+            "drift_forgets_the_added_record": (
+                "drift=per_step(eta * bound * terms / b)",
+                "drift=per_step(eta * bound * (terms - terms % 2) / b)",
+            ),
+            "drift_forgets_the_decay": (
+                "drift_contraction=per_step(np.abs(1 - eta * decay) * before)",
+                "drift_contraction=per_step(np.abs(1 - 0 * eta * decay) * before)",
+            ),
+            "noise_is_not_averaged": (
+                "noise_std=per_step(eta * event.noise_std_on_sum() / b)",
+                "noise_std=per_step(eta * event.noise_std_on_sum())",
+            ),
+            "position_off_by_one": (
+                "result[first :: self.period] = whole[first :: self.period]",
+                "result[first + 1 :: self.period] = whole[first + 1 :: self.period]",
+            ),
+            "schedules_are_taken_for_constant": (
+                "is_constant=not event.has_schedules",
+                "is_constant=True",
+            ),
+            "clip_counts_as_active_at_the_gradient_bound": (
+                'return limit > event.per_step("clip_norm")',
+                'return limit >= event.per_step("clip_norm")',
+            ),
+        },
+        "laws/test_accountants.py": {
+            "radius_for_diameter": (
+                "domain_diameter=event.domain_diameter / float(np.min(before)),",
+                "domain_diameter=event.domain_diameter / 2 / float(np.min(before)),",
+            ),
+        },
+        "theorems/test_prox.py": {
+            "prox_of_the_step_itself": ("np.concatenate([[1.0], shrunk[:-1]])", "shrunk"),
+            "domain_before_the_prox": (
+                "domain_diameter=event.domain_diameter / float(np.min(before))",
+                "domain_diameter=event.domain_diameter",
+            ),
+        },
+        "theorems/test_subsampling.py": {
+            "empty_batches_contract_too": (
+                "contraction = np.maximum(contraction, np.abs(1 - eta * decay))",
+                "contraction = contraction * 1.0",
+            ),
+        },
+        "theorems/test_curvature.py": {
+            "curvature_of_batches_that_vary_in_size": (
+                "if event.batch_order is BatchOrder.POISSON:  # the sizes of batches enter it",
+                "if event.batch_order is None:",
+            ),
+            "curvature_inside_an_active_clip": (
+                "return np.where(clips_act(event), np.inf, modulus)",
+                "return modulus",
+            ),
+            "a_batch_without_the_record_is_as_strongly_convex": (
+                "strong_convexity *= 1 - 1 / event.batch_size",
+                "strong_convexity *= 1.0",
+            ),
+        },
+    },
+    "recommendation.py": {
+        "core/test_recommendation.py": {
+            "what_was_spent_is_not_in_the_closed_form": (
+                "(clips * self.mu) ** 2 - spent**2",
+                "(clips * self.mu) ** 2",
+            ),
+            "what_was_spent_is_not_in_the_target": (
+                "lambda z: _beside(task.spent, attrs.evolve(event, noise_multiplier=z))",
+                "lambda z: attrs.evolve(event, noise_multiplier=z)",
+            ),
+        },
+    },
+    "regulariser.py": {
+        "core/test_regulariser.py": {
+            "group_lasso_turns_short_groups_around": (
+                "values = values * (1 - threshold / longest)",
+                "values = values * (1 - threshold / norms)",
+            ),
+            "regulariser_says_twice_its_convexity": ("return self.l2", "return 2 * self.l2"),
+        },
+    },
+    "runs/base.py": {
+        "core/test_recorder.py": {
+            "recorder_accepts_batches_in_any_order": ("if batch != expected:", "if batch is None:"),
+            "recorder_mistakes_a_return_to_the_first_value": (
+                "if self.values and self.values[-1] == value:",
+                "if self.values and self.values[0] == value:",
+            ),
+        },
+        "core/test_runs.py": {
+            "gradients_beyond_their_declared_bound_are_accepted": (
+                "if not largest_norm <= limit * (1 + SLACK):",
+                "if largest_norm > 2 * limit:",
+            ),
+            "guarantee_of_the_first_steps_is_that_of_all": (
+                "if relation not in self._proved or self._proved[relation][0] != now:",
+                "if relation not in self._proved:",
+            ),
+            "dice_looks_like_dp_sgd_in_a_history": ("[(0.0, rate", "[(1.0, rate"),
+        },
+    },
+    "runs/block_coordinate.py": {
+        "core/test_runs.py": {
+            "dp_mbcd_may_change_its_step_size": (
+                '"learning_rate": (step.learning_rate, own.step_size),',
+                "",
+            ),
+        },
+        "core/test_block_coordinate_run.py": {
+            "dp_mbcd_may_end_within_an_epoch": (
+                "if self._num_steps % batches:",
+                "if self._num_steps < batches:",
+            ),
+        },
+    },
+    "runs/dice_sgd.py": {
+        "core/test_runs.py": {
+            "dice_forgets_short_batches": (
+                "elif not fewest == most == own.batch_size:",
+                "elif most != own.batch_size:",
+            ),
+        },
+    },
+    "runs/last_iterate.py": {
+        "core/test_recorder.py": {
+            "recorder_accepts_short_batches": (
+                "elif batch_rows != size:",
+                "elif batch_rows > size:",
+            ),
+        },
+    },
+}
+
+MUTATIONS = tuple(
+    Mutation(name, path, old, new, test)
+    for path, tests in _BY_FILE.items()
+    for test, mistakes in tests.items()
+    for name, (old, new) in mistakes.items()
 )
