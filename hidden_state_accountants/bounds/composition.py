@@ -39,10 +39,8 @@ from hidden_state_accountants.process.conditions import (
 )
 
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
-_MANY_LEVELS = 100  # of noise, which are then rounded to fewer:
-_APART = (
-    0.004  # their logarithms; a step of a larger mu is less private, by half of that on average
-)
+_MANY_LEVELS = 100  # of noise, which are then rounded to fewer: a larger mu is less private
+_APART = 0.004  # of their logarithms; epsilon grows by half of that on average
 
 
 @attrs.frozen
