@@ -99,8 +99,8 @@ class LinearLoss:
     criteria: tuple[str, str]
 
 
-LOSSES = {
-    "softmax_cross_entropy": LinearLoss(
+_KNOWN = (
+    LinearLoss(
         "softmax_cross_entropy",
         curvature=0.5,
         clip_norm=0.3,
@@ -109,7 +109,7 @@ LOSSES = {
         envelope=LossGeometry.envelope_softmax_cross_entropy,
         criteria=("CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
     ),
-    "logistic": LinearLoss(
+    LinearLoss(
         "logistic",
         curvature=0.25,
         clip_norm=0.3,
@@ -118,7 +118,7 @@ LOSSES = {
         envelope=LossGeometry.envelope_logistic,
         criteria=("BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
     ),
-    "squared_error": LinearLoss(
+    LinearLoss(
         "squared_error",
         curvature=1.0,
         clip_norm=0.1,
@@ -127,7 +127,8 @@ LOSSES = {
         envelope=LossGeometry.envelope_squared_error,
         criteria=("MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
     ),
-}
+)
+LOSSES = {loss.name: loss for loss in _KNOWN}
 
 
 @attrs.frozen(eq=False)
