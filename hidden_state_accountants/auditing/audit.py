@@ -189,10 +189,18 @@ def audit(
     if neighboring_relation is not None:
         neighboring_relation = validate.neighboring_relation(neighboring_relation)
     read = _read(claim, event, neighboring_relation)
-    delta = read.target_delta if target_delta is None else validate.target_delta(target_delta)
+    delta, smallest = _TARGET_DELTA, _SMALLEST_DELTA
+    if read.only_delta is not None:
+        delta = smallest = read.only_delta
+    if target_delta is not None:
+        delta = validate.target_delta(target_delta)
     tell(f"audit of {read.name}")
     claimed = float(read.epsilon(delta))
-    tested = {e: float(read.delta(e)) for e in read.test_epsilons(claimed)}
+    # From 0 to where the claimed delta is tiny, and what is claimed.
+    top, last = read.epsilon(smallest), _NUM_EPSILONS - 1
+    epsilons = {claimed, *(top * k / last for k in range(_NUM_EPSILONS))}
+    finite = sorted({min(e, _LARGEST_EPSILON) for e in epsilons if e < math.inf})
+    tested = {e: float(read.delta(e)) for e in finite}
     rows = []
     for index, attack in enumerate(chosen, start=1):
         unmet = attack.check(event, read.relation)
@@ -229,29 +237,13 @@ def _row(evidence: Evidence, target_delta: float, claimed: Mapping[float, float]
 
 @attrs.frozen(eq=False)
 class _Claim:
-    """An upper bound on the privacy loss of a run.
-
-    Attributes:
-        name: In words.
-        relation: The neighbouring relation that it is about.
-        epsilon: The claimed epsilon at a delta; inf where nothing is claimed.
-        delta: The claimed delta at an epsilon; 1 where nothing is claimed.
-        target_delta: The delta that the claim is about, if it is about one only.
-        smallest_delta: The smallest one that it is about.
-    """
+    """The claimed epsilon at a delta (inf: nothing) and delta at an epsilon (1: nothing)."""
 
     name: str
     relation: NeighboringRelation
     epsilon: Callable[[float], float]
     delta: Callable[[float], float]
-    target_delta: float = _TARGET_DELTA
-    smallest_delta: float = _SMALLEST_DELTA
-
-    def test_epsilons(self, claimed: float) -> list[float]:
-        """Where the claim says something: from 0 to where its delta is tiny, and what it claims."""
-        top = self.epsilon(self.smallest_delta)
-        found = {top * k / (_NUM_EPSILONS - 1) for k in range(_NUM_EPSILONS)}
-        return sorted({min(e, _LARGEST_EPSILON) for e in (*found, claimed) if e < math.inf})
+    only_delta: float | None = None  # of a pair
 
 
 def _read(claim: Any, event: Any, relation: NeighboringRelation | None) -> _Claim:
@@ -276,15 +268,13 @@ def _read(claim: Any, event: Any, relation: NeighboringRelation | None) -> _Clai
         raise ValueError(
             "Expected neighboring_relation for a claim that is a pair (epsilon, delta), got none."
         )
-    names = "epsilon of the claim", "delta of the claim"
-    e, d = validate.target_pair(claim[0], claim[1], names)
+    e, d = validate.target_pair(claim[0], claim[1], ("epsilon of the claim", "delta of the claim"))
     return _Claim(
         f"({e:g}, {d:g})",
         relation,
         lambda at: e if at >= d else math.inf,
         lambda at: d if at >= e else 1.0,
-        target_delta=d,
-        smallest_delta=d,
+        only_delta=d,
     )
 
 

@@ -30,7 +30,7 @@ from hidden_state_accountants.auditing.evidence import (
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossKind
+from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.process.conditions import UnmetCondition
 
 _DETERMINISTIC = (BatchOrder.FULL, BatchOrder.CYCLIC)
@@ -67,23 +67,14 @@ class LinearLosses:
     ) -> tuple[UnmetCondition, ...]:
         """Why the attack does not apply; empty if it does."""
         unmet = list(relation_conditions(event, relation))
-        if event.domain_diameter < float("inf"):
-            unmet.append(
-                UnmetCondition(
-                    "law of the iterates", "no projection", f"diameter {event.domain_diameter:g}"
-                )
-            )
-        loss = event.loss
-        strongly_convex = loss is not None and loss.kind is LossKind.STRONGLY_CONVEX
-        if loss is not None and strongly_convex and loss.lipschitz is not None:
-            unmet.append(
-                UnmetCondition(
-                    "linear losses in the class",
-                    "losses that are not strongly convex, or clipped ones of any gradient norm",
-                    repr(loss),
-                )
-            )
-        if event.batch_order not in _DETERMINISTIC and _has_a_silent_step(event):
+        if event.domain_diameter < math.inf:
+            actual = f"diameter {event.domain_diameter:g}"
+            unmet.append(UnmetCondition("law of the iterates", "no projection", actual))
+        if has_no_linear_losses(event.loss):
+            needs = "losses that are not strongly convex, or clipped ones of any gradient norm"
+            unmet.append(UnmetCondition("linear losses in the class", needs, repr(event.loss)))
+        silent = (event.per_step("learning_rate") > 0) & (event.noise_std_on_sum() == 0)
+        if event.batch_order not in _DETERMINISTIC and silent.any():
             unmet.append(UnmetCondition("noise", "noise_multiplier > 0 at every step", "0"))
         return tuple(unmet)
 
@@ -91,30 +82,27 @@ class LinearLosses:
         self, event: LastIterateDpEvent, relation: NeighboringRelation, progress: Progress
     ) -> Evidence:
         """The bounds of the strongest such run."""
+        is_replaced = relation is NeighboringRelation.REPLACE_ONE
+        neighbour = "one with the opposite gradient" if is_replaced else "none"
         if event.batch_order in _DETERMINISTIC:
-            return self._deterministic(event, relation)
-        return self._random(event, relation, progress)
-
-    def _deterministic(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Evidence:
-        position = worst_position(event)
-        factor = sensitivity_in_clip_norms(event.batch_order, relation)
-        mu = factor * float(mu_by_position(event)[position])
-        where = "every batch" if event.batch_order is BatchOrder.FULL else f"batch {position + 1}"
-        where += "" if event.batches_per_epoch == 1 else f" of {event.batches_per_epoch}"
-        return Evidence(
-            attack=self.name,
-            strength="exact",
-            witness=f"linear losses; a record in {where} against {_neighbour(relation)}: "
-            f"mu = {mu:.6g}",
-            delta=lambda epsilon: delta_from_mu(mu, epsilon),
-        )
-
-    def _random(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation, progress: Progress
-    ) -> Evidence:
+            position = worst_position(event)
+            factor = sensitivity_in_clip_norms(event.batch_order, relation)
+            mu = factor * float(mu_by_position(event)[position])
+            is_full = event.batch_order is BatchOrder.FULL
+            where = "every batch" if is_full else f"batch {position + 1}"
+            where += "" if event.batches_per_epoch == 1 else f" of {event.batches_per_epoch}"
+            return Evidence(
+                attack=self.name,
+                strength="exact",
+                witness=f"linear losses; a record in {where} against {neighbour}: mu = {mu:.6g}",
+                delta=lambda epsilon: delta_from_mu(mu, epsilon),
+            )
+        pairs = [(1, -1)] if is_replaced else [(1, 0)]
+        if event.batch_order is not BatchOrder.POISSON:
+            pairs = [(2, 0), *pairs] if is_replaced else [*pairs, (2, 1)]
         down = shift_law(event)
         found = []
-        for here, there in _shift_pairs(event.batch_order, relation):
+        for here, there in pairs:
             progress(f"{self.name}: shifts of {here} against {there} gradient bounds")
             # Downwards from a positive shift is upwards from a negative one.
             up = shift_law(event, up=True) if there > 0 else down
@@ -124,31 +112,17 @@ class LinearLosses:
                     attack=self.name,
                     strength="certified",
                     witness=f"linear losses, {event.batch_order.name}; a record against "
-                    f"{_neighbour(relation)}: shifts of {here} and {there} gradient bounds "
-                    "wherever it takes part",
+                    f"{neighbour}: shifts of {here} and {there} gradient bounds wherever it takes "
+                    "part",
                     delta=lines.delta,
                 )
             )
         return strongest(found)
 
 
-def _has_a_silent_step(event: LastIterateDpEvent) -> bool:
-    noise = event.noise_std_on_sum()
-    return bool(((event.per_step("learning_rate") > 0) & (noise == 0)).any())
-
-
-def _neighbour(relation: NeighboringRelation) -> str:
-    if relation is NeighboringRelation.REPLACE_ONE:
-        return "one with the opposite gradient"
-    return "none"
-
-
-def _shift_pairs(order: BatchOrder, relation: NeighboringRelation) -> list[tuple[int, int]]:
-    if order is BatchOrder.POISSON:
-        return [(1, -1)] if relation is NeighboringRelation.REPLACE_ONE else [(1, 0)]
-    if relation is NeighboringRelation.REPLACE_ONE:
-        return [(2, 0), (1, -1)]
-    return [(1, 0), (2, 1)]
+def has_no_linear_losses(loss: LossGeometry | None) -> bool:
+    """Whether no loss of the class, clipped if it is not known to be short, is linear."""
+    return loss is not None and loss.kind is LossKind.STRONGLY_CONVEX and loss.lipschitz is not None
 
 
 def released_shifts(event: LastIterateDpEvent) -> tuple[np.ndarray, np.ndarray]:
@@ -221,13 +195,9 @@ def shift_law(event: LastIterateDpEvent, *, up: bool = False) -> Atoms:
     bounds the real one stochastically; it is exact if all shifts are equal or there is one draw.
     """
     shift, segment = released_shifts(event)
-    draws = _draws(event, shift)
-    if event.release_steps:
-        expected = np.zeros(segment[-1] + 1)
-        np.add.at(expected, segment, shift)
-        size = float(np.linalg.norm(expected)) or 1.0
-        draws = _draws(event, shift * (expected / size)[segment])
-    return _sum_of(draws, up)
+    expected = np.bincount(segment, shift)
+    size = float(np.linalg.norm(expected)) or 1.0
+    return _sum_of(_draws(event, shift * (expected / size)[segment]), up)
 
 
 def participation_probability(event: LastIterateDpEvent) -> float:
@@ -276,10 +246,7 @@ def _number_of_equal_shifts(draws: list[Atoms], shift: float) -> Atoms:
     values, counts = np.unique(rates, return_counts=True)
     law = np.ones(1)
     for rate, count in zip(values, counts, strict=True):
-        part = stats.binom.pmf(np.arange(count + 1), count, rate)
-        kept = np.flatnonzero(part)
-        part = np.concatenate([np.zeros(kept[0]), part[kept[0] : kept[-1] + 1]])
-        law = np.convolve(law, part)
+        law = np.convolve(law, stats.binom.pmf(np.arange(count + 1), count, rate))
     kept = np.flatnonzero(law)
     return Atoms(kept * shift, law[kept])
 
@@ -307,15 +274,10 @@ def _convolved(draws: list[Atoms], up: bool) -> Atoms:
             continue
         steps = draw.points / width
         steps = (np.ceil(steps) if up else np.floor(steps)).astype(np.int64)
-        stays = max(0.0, 1 - float(draw.mass.sum()))
-        moved = law * stays
+        moved = law * max(0.0, 1 - float(draw.mass.sum()))
         for jump, mass in zip(steps.tolist(), draw.mass.tolist(), strict=True):
-            if jump:
-                moved[jump:] += mass * law[:-jump]
-                lost = mass * float(law[-jump:].sum())
-            else:
-                moved += mass * law
-                lost = 0.0
+            moved[jump:] += mass * law[: nodes - jump]
+            lost = mass * float(law[nodes - jump :].sum())
             if up:
                 beyond += lost
             else:

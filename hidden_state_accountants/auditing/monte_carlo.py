@@ -38,18 +38,12 @@ class DirectionTest:
     Attributes:
         sign: 1 or -1, and
         threshold: the test says "the first law" where sign * score >= threshold.
-        hits: How often it did so on runs of the first law.
-        false_alarms: How often it did so on runs of the second law.
-        trials: The number of tested runs of each law.
         probability: Clopper-Pearson lower bound on the probability of a hit.
         false_alarm_probability: Clopper-Pearson upper bound on that of a false alarm.
     """
 
     sign: int
     threshold: float
-    hits: int
-    false_alarms: int
-    trials: int
     probability: float
     false_alarm_probability: float
 
@@ -172,14 +166,16 @@ def monte_carlo_audit(
         )
     half = trials // 2
     if statistic is None:
-        direction = _whitened_difference(_rows(first[:half]), _rows(second[:half]))
-        scores = _rows(first) @ direction, _rows(second) @ direction
+        rows = [releases.reshape(trials, -1) for releases in (first, second)]
+        direction = _whitened_difference(rows[0][:half], rows[1][:half])
+        mine, other = (row @ direction for row in rows)
     else:
-        scores = _scores(statistic, first), _scores(statistic, second)
+        mine, other = (np.array([float(statistic(r)) for r in part]) for part in (first, second))
+    if not np.isfinite([mine, other]).all():
+        raise ValueError("Expected a statistic with finite values, got one that is not finite.")
     gamma = (1 - confidence) / 4
-    forward, backward = (
-        _direction_test(mine, other, half, delta, gamma) for mine, other in (scores, scores[::-1])
-    )
+    forward = _direction_test(mine, other, half, delta, gamma)
+    backward = _direction_test(other, mine, half, delta, gamma)
     result = MonteCarloAudit(forward, backward, delta, confidence)
     report(f"audit: epsilon >= {text_down(result.epsilon, 4)} with confidence {confidence:g}")
     return result
@@ -204,17 +200,6 @@ def _releases(
     return np.stack(releases)
 
 
-def _rows(releases: np.ndarray) -> np.ndarray:
-    return releases.reshape(len(releases), -1)
-
-
-def _scores(statistic: Statistic, releases: np.ndarray) -> np.ndarray:
-    scores = np.array([float(statistic(release)) for release in releases])
-    if not np.isfinite(scores).all():
-        raise ValueError("Expected a statistic with finite values, got one that is not finite.")
-    return scores
-
-
 def _whitened_difference(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     """The direction S^-1 (mean - mean'), S the pooled covariance, shrunk towards its diagonal."""
     centred = np.vstack([first - first.mean(axis=0), second - second.mean(axis=0)])
@@ -236,23 +221,23 @@ def _direction_test(
     mine: np.ndarray, other: np.ndarray, half: int, delta: float, gamma: float
 ) -> DirectionTest:
     """A threshold from the first `half` of the scores, its test on the rest."""
+
+    def intervals(sign: int, levels: npt.ArrayLike, part: slice) -> tuple[np.ndarray, np.ndarray]:
+        a, b = np.sort(sign * mine[part]), np.sort(sign * other[part])
+        hits, alarms = (len(x) - np.searchsorted(x, levels) for x in (a, b))
+        return _clopper_pearson(hits, alarms, len(a), gamma)
+
     best, sign, threshold = -math.inf, 1, 0.0
     for candidate in (1, -1):
-        a, b = np.sort(candidate * mine[:half]), np.sort(candidate * other[:half])
-        levels = np.unique(np.concatenate([a, b]))
-        hits = half - np.searchsorted(a, levels)
-        alarms = half - np.searchsorted(b, levels)
-        p, q = _clopper_pearson(hits, alarms, half, gamma)
+        levels = np.unique(candidate * np.concatenate([mine[:half], other[:half]]))
+        p, q = intervals(candidate, levels, slice(half))
         with np.errstate(divide="ignore", invalid="ignore"):
             value = np.where(p > delta, np.log((p - delta) / q), -np.inf)
         if value.max() >= best:
             best = float(value.max())
             sign, threshold = candidate, float(levels[np.argmax(value)])
-    tested = len(mine) - half
-    hits = int((sign * mine[half:] >= threshold).sum())
-    alarms = int((sign * other[half:] >= threshold).sum())
-    p, q = _clopper_pearson(np.array(hits), np.array(alarms), tested, gamma)
-    return DirectionTest(sign, threshold, hits, alarms, tested, float(p), float(q))
+    p, q = intervals(sign, threshold, slice(half, None))
+    return DirectionTest(sign, threshold, float(p), float(q))
 
 
 def _clopper_pearson(

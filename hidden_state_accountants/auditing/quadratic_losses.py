@@ -31,7 +31,7 @@ from hidden_state_accountants.auditing.evidence import (
     relation_conditions,
     strongest,
 )
-from hidden_state_accountants.auditing.linear_losses import worst_position
+from hidden_state_accountants.auditing.linear_losses import has_no_linear_losses, worst_position
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -77,7 +77,7 @@ class QuadraticLosses:
             unmet.append(UnmetCondition("batch order", "FULL or CYCLIC", event.batch_order.name))
         loss = event.loss
         if loss is not None:
-            if loss.kind is LossKind.STRONGLY_CONVEX and loss.lipschitz is not None:
+            if has_no_linear_losses(loss):
                 unmet.append(UnmetCondition("linear record", "no strong convexity", repr(loss)))
             if loss.smoothness == 0 or loss.exponent != 1:
                 unmet.append(UnmetCondition("curvature", "a bound on it above 0", repr(loss)))
@@ -91,29 +91,36 @@ class QuadraticLosses:
         """The bounds of the strongest run of the family."""
         gradients = (1, -1) if relation is NeighboringRelation.REPLACE_ONE else (1, 0)
         curvatures = _curvatures(event)
-        pairs = np.array(list(itertools.product(curvatures, repeat=2)))
-        if event.batches_per_epoch == 1:
-            pairs = np.array([(h, h) for h in curvatures])
-        runs: list[QuadraticRun] = []
+        period = event.batches_per_epoch
+        pairs = list(itertools.product(curvatures, repeat=2))
+        if period == 1:
+            pairs = [(h, h) for h in curvatures]
+        runs = []
         for position in _positions(event):
             progress(f"{self.name}: {len(pairs)} runs of {event.num_steps} steps")
-            runs += quadratic_runs(event, position, gradients, pairs[:, 0], pairs[:, 1])
-        return strongest([self._as_evidence(run) for run in _undominated(runs)])
+            where = "" if period == 1 else f", record in batch {position + 1} of {period}"
+            found = quadratic_runs(event, position, gradients, *np.array(pairs).T)
+            for (rest, before), mu, p, q in zip(pairs, *found, strict=True):
+                text = f"curvature {rest:.4g}"
+                text += f", {before:.4g} in the batch before the record's" if rest != before else ""
+                runs.append((float(mu), float(p), float(q), text + where))
+        kept: list[tuple[float, float, float, str]] = []
+        for run in sorted(runs, key=lambda run: -run[0]):
+            # Not those that a run with a larger mu stays in the class as surely as.
+            if all(run[1] < other[1] or run[2] < other[2] for other in kept):
+                kept.append(run)
+        return strongest([self._of_run(*run) for run in kept])
 
-    def _as_evidence(self, run: QuadraticRun) -> Evidence:
-        return Evidence(
-            attack=self.name,
-            strength="certified",
-            witness=f"a linear record among quadratics, {run.text}: mu = {run.mu:.6g}"
-            f"{_except(run)}",
-            delta=run.delta,
-        )
+    def _of_run(self, mu: float, leaves: float, neighbour_leaves: float, text: str) -> Evidence:
+        def delta(epsilon: float) -> float:
+            factor = math.exp(epsilon)
+            lost = min(leaves + factor * neighbour_leaves, neighbour_leaves + factor * leaves)
+            return max(0.0, delta_from_mu(mu, epsilon) - lost)
 
-
-def _except(run: QuadraticRun) -> str:
-    """How rarely an iterate leaves what the run is known in, if ever."""
-    leaves = max(run.leaves, run.neighbour_leaves)
-    return f" except with probability {leaves:.1e}" if leaves > 0 else ""
+        rarely = max(leaves, neighbour_leaves)
+        chance = f" except with probability {rarely:.1e}" if rarely > 0 else ""
+        witness = f"a linear record among quadratics, {text}: mu = {mu:.6g}{chance}"
+        return Evidence(self.name, "certified", witness, delta)
 
 
 def _positions(event: LastIterateDpEvent) -> set[int]:
@@ -140,46 +147,8 @@ def _curvatures(event: LastIterateDpEvent) -> list[float]:
     return sorted({min(max(h, low), high) + 0.0 for h in wanted})
 
 
-def _undominated(runs: list[QuadraticRun]) -> list[QuadraticRun]:
-    """Those that no run with a larger mu stays in the class as surely as."""
-    kept: list[QuadraticRun] = []
-    for run in sorted(runs, key=lambda run: -run.mu):
-        if all(
-            run.leaves < other.leaves or run.neighbour_leaves < other.neighbour_leaves
-            for other in kept
-        ):
-            kept.append(run)
-    return kept
-
-
 _TINIEST_VARIANCE = 1e-280
 _ROUNDING = 1e-9  # relative, taken off mu
-
-
-@attrs.frozen
-class QuadraticRun:
-    """A run on quadratic losses that stays in the class of the event most of the time.
-
-    Attributes:
-        mu: Of all releases together, if the losses were quadratic everywhere.
-        leaves: Bound on the probability that an iterate of the run, or
-        neighbour_leaves: of the run on the neighbouring data set, is where they are not.
-        text: The curvatures and the position of the record.
-    """
-
-    mu: float
-    leaves: float
-    neighbour_leaves: float
-    text: str
-
-    def delta(self, epsilon: float) -> float:
-        """A lower bound on the delta of the run in the class, in the better direction."""
-        factor = math.exp(epsilon)
-        lost = min(
-            self.leaves + factor * self.neighbour_leaves,
-            self.neighbour_leaves + factor * self.leaves,
-        )
-        return max(0.0, delta_from_mu(self.mu, epsilon) - lost)
 
 
 def quadratic_runs(
@@ -188,8 +157,8 @@ def quadratic_runs(
     gradients: tuple[int, int],
     rest: np.ndarray,
     before: np.ndarray,
-) -> list[QuadraticRun]:
-    """One run per pair of curvatures.
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Runs on quadratic losses that stay in the class of the event most of the time.
 
     The record, in the batch `position`, has a constant gradient. The losses of all others have
     their minimum at the start 0, and a curvature.
@@ -200,6 +169,11 @@ def quadratic_runs(
         gradients: The gradient of the record on the two data sets, in gradient bounds.
         rest: Curvatures of the other records; shape (runs,).
         before: Their curvatures in the batch before that of the record; shape (runs,).
+
+    Returns:
+        The mu of all releases together, if the losses were quadratic everywhere; bounds on the
+        probabilities that an iterate of the run, and of that on the neighbouring data set, is where
+        they are not. Shape (runs,) each.
     """
     eta, b = event.per_step("learning_rate"), event.batch_size
     decay = 1 - eta * event.per_step("weight_decay")
@@ -244,15 +218,4 @@ def quadratic_runs(
                 apart, noisy = np.zeros(len(rest)), np.zeros(len(rest))
     mu = np.nan_to_num(np.sqrt(mu_squared) * (1 - _ROUNDING), nan=0.0, posinf=0.0)
     leaves = np.minimum(np.nan_to_num(leaves, nan=1.0), 1.0)
-    where = "" if period == 1 else f", record in batch {position + 1} of {period}"
-    return [
-        QuadraticRun(
-            mu=float(m),
-            leaves=float(p),
-            neighbour_leaves=float(q),
-            text=f"curvature {a:.4g}"
-            + (f", {c:.4g} in the batch before the record's" if period > 1 and a != c else "")
-            + where,
-        )
-        for m, p, q, a, c in zip(mu, *leaves, rest, before, strict=True)
-    ]
+    return mu, *leaves
