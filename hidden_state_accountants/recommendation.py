@@ -31,7 +31,7 @@ that :math:`1 - \beta` is the second term over the least of the two others, and 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -86,8 +86,8 @@ class LinearLoss:
         clip_norm: C, of the gradient in the predictions.
         steepest: k.
         fades: Whether its curvature falls as it is fitted, and with it the noise of long steps.
-        envelope: The geometry of its envelope.
-        criteria: The names of both in the adapter for Opacus.
+        plain: The name of its criterion in the adapter for Opacus, and
+        envelope: that of its envelope.
     """
 
     name: str
@@ -95,40 +95,24 @@ class LinearLoss:
     clip_norm: float
     steepest: float
     fades: bool
-    envelope: Callable[..., LossGeometry]
-    criteria: tuple[str, str]
+    plain: str
+    envelope: str
 
 
 _KNOWN = (
-    LinearLoss(
-        "softmax_cross_entropy",
-        curvature=0.5,
-        clip_norm=0.3,
-        steepest=64.0,
-        fades=True,
-        envelope=LossGeometry.envelope_softmax_cross_entropy,
-        criteria=("CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
-    ),
-    LinearLoss(
-        "logistic",
-        curvature=0.25,
-        clip_norm=0.3,
-        steepest=64.0,
-        fades=True,
-        envelope=LossGeometry.envelope_logistic,
-        criteria=("BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
-    ),
-    LinearLoss(
+    ("softmax_cross_entropy", 0.5, 0.3, 64.0, True, "CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
+    ("logistic", 0.25, 0.3, 64.0, True, "BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
+    (
         "squared_error",
-        curvature=1.0,
-        clip_norm=0.1,
-        steepest=4.0,
-        fades=False,
-        envelope=LossGeometry.envelope_squared_error,
-        criteria=("MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
+        1.0,
+        0.1,
+        4.0,
+        False,
+        "MSELoss on half the squares",
+        "EnvelopeSquaredErrorLoss",
     ),
 )
-LOSSES = {loss.name: loss for loss in _KNOWN}
+LOSSES = {row[0]: LinearLoss(*row) for row in _KNOWN}
 
 
 @attrs.frozen(eq=False)
@@ -145,7 +129,6 @@ class Candidate:
         noise_factor: F, the noise in the sum of all gradients over that of full batches: 1 is the
             least.
         reach: The share of the total learning rate that the recipe would like to take.
-        score: What is ranked by; smaller is better. Differences below 0.05 mean nothing.
         target_epsilon: What the event's epsilon is not above.
         delta: Of the target.
         neighboring_relation: Of the target.
@@ -161,7 +144,6 @@ class Candidate:
     epochs: int
     noise_factor: float
     reach: float
-    score: float
     target_epsilon: float
     delta: float
     neighboring_relation: NeighboringRelation
@@ -182,10 +164,23 @@ class Candidate:
     @property
     def criterion(self) -> str:
         """The loss to train with, as a constructor of the adapter for Opacus."""
-        plain, envelope = LOSSES[self.loss].criteria
+        loss = LOSSES[self.loss]
         if self.smoothing is None:
-            return plain
-        return f"{envelope}(clip_norm={self.clip_norm:g}, smoothing={text_up(self.smoothing, 8)})"
+            return loss.plain
+        smoothing = text_up(self.smoothing, 8)
+        return f"{loss.envelope}(clip_norm={self.clip_norm:g}, smoothing={smoothing})"
+
+    @property
+    def score(self) -> float:
+        """What is ranked by; smaller is better. Differences below 0.05 mean nothing.
+
+        What the accuracy falls with: fitted to measurements in docs/recommend.md.
+        """
+        saturation = 0.05 * math.log1p((self.smoothing or 0.0) * LOSSES[self.loss].curvature)
+        few_steps = 3 / self.event.num_steps
+        cost = 0.01 * math.log2(self.epochs)
+        lacks = math.log(self.noise_factor) + 0.15 * math.log(self.reach) ** 2
+        return lacks + few_steps + saturation + cost
 
     @property
     def reason(self) -> str:
@@ -376,12 +371,12 @@ def recommend(
     for order in _orders(orders, task.relation):
         has_momentum = momentum and order is BatchOrder.FULL
         plans = [
-            _Plan(task, order, split, length, has_momentum)
+            task.plan(order, split, length, has_momentum)
             for length in ((_LONG,) if has_momentum and epochs is None else lengths)
             for split in _splits(order, n)
         ]
-        plans.sort(key=lambda plan: plan.score(plan.estimated_factor))
-        found += [plan.candidate() for plan in plans[:_OF_EACH_ORDER]]
+        plans.sort(key=lambda plan: plan.score)
+        found += [task.with_noise(plan) for plan in plans[:_OF_EACH_ORDER]]
     return Recommendation(sorted(found, key=lambda candidate: candidate.score))
 
 
@@ -441,15 +436,6 @@ class _Task:
         mu = math.exp(gaussian_log_mu(self.epsilon, self.delta))
         return mu / sensitivity_in_clip_norms(BatchOrder.FULL, self.relation)
 
-    def noise_of_full_batches(self, steps: int) -> float | None:
-        """The multiplier, in closed form: squares of mu add up. None beside what has no mu."""
-        spent: float | None = 0.0
-        if self.spent is not None:
-            spent = LastIterateAccountant(self.relation).compose(self.spent).guarantee.mu
-        clips = sensitivity_in_clip_norms(BatchOrder.FULL, self.relation)
-        left = -1.0 if spent is None else (clips * self.mu) ** 2 - spent**2
-        return clips * math.sqrt(steps / left) * (1 + _ROUNDING) if left > 0 else None
-
     @property
     def kappa(self) -> float:
         """The standard deviation that the noise in a weight may have, for features of norm 1."""
@@ -458,144 +444,106 @@ class _Task:
         clear = self.n * self.mu / math.sqrt(self.weights)
         return _KAPPA * min(max(clear / _CLEAR, 1.0), _MOST_KAPPA)
 
+    def plan(self, order: BatchOrder, split: int, epochs: int, has_momentum: bool) -> Candidate:
+        """The recipe for one order, number of batches per epoch and length.
 
-@attrs.frozen
-class _Plan:
-    """The recipe for one order, number of batches per epoch and length; the noise is still open."""
-
-    task: _Task
-    order: BatchOrder
-    split: int
-    epochs: int
-    has_momentum: bool
-
-    @property
-    def steps(self) -> int:
-        return self.split * self.epochs
-
-    @property
-    def wanted(self) -> float:
-        """The learning rate that noise and data ask for, for features of norm 1."""
-        task = self.task
-        flatness = 0.5 / task.loss.curvature
-        longest = max(_LONGEST, _LONGEST_PER_RECORD * task.n) * flatness
-        total = min(task.kappa * task.n * task.mu / task.loss.clip_norm, longest)
-        return total / self.steps
-
-    @property
-    def rate(self) -> float:
-        """The learning rate that such steps can take, for features of norm 1."""
-        decay = self.task.decay / self.task.square
-        steepest = self.task.loss.steepest * 0.5 / self.task.loss.curvature
-        # Hidden runs are smoothed by as much, and such steps saturate.
-        if self.order not in _COMPOSED or not self.task.loss.fades:
-            steepest /= math.sqrt(self.split)
-        return min(self.wanted, steepest, 0.5 / decay if decay else math.inf)  # rate * decay < 1
-
-    @property
-    def momentum(self) -> float:
-        """What makes up for a rate below the one wanted, as far as it may."""
-        if not self.has_momentum:
-            return 0.0
-        most = _MOST_MOMENTUM if self.task.loss.fades else _MOST_OF_TARGETS
-        return min(round(1 - self.rate / self.wanted, 4), most)
-
-    @property
-    def reach(self) -> float:
-        """The share of the total learning rate wanted."""
-        return self.rate / (1 - self.momentum) / self.wanted
-
-    @property
-    def learning_rate(self) -> float:
-        """For the features as they are, with the digits that are printed."""
-        return float(f"{self.rate / self.task.square:.4g}")
-
-    @property
-    def smoothing(self) -> float | None:
-        """Of the envelope; composition asks for none."""
-        if self.order in _COMPOSED:
-            return None
-        return envelope_smoothing(
-            self.learning_rate,
-            curvature=self.task.loss.curvature,
-            feature_norm=self.task.feature_norm,
-            bias=self.task.bias,
-            weight_decay=self.task.decay,
-        )
-
-    @property
-    def estimated_factor(self) -> float:
-        """The noise factor, cheaply: by central limit theorem, and for a record in the last batch.
-
-        It only decides which plans are worth an exact figure.
+        The noise multiplier is still to be found, and the noise factor an estimate, which decides
+        only which plans are worth an exact figure.
         """
-        if self.order is BatchOrder.FULL:
-            return 1.0
-        if self.order is BatchOrder.POISSON:
-            rounds = (self.task.mu * self.split) ** 2 / self.steps
-            noise = 1 / math.sqrt(math.log1p(rounds))
-            return noise * self.task.mu * math.sqrt(self.split / self.epochs)
-        positions = self.split if self.order is BatchOrder.CYCLIC else self.split / 2
-        return math.sqrt(1 + (positions - 1) / self.epochs)
-
-    def score(self, factor: float) -> float:
-        """What the accuracy falls with: fitted to measurements in docs/recommend.md."""
-        saturation = 0.05 * math.log1p((self.smoothing or 0.0) * self.task.loss.curvature)
-        few_steps = 3 / self.steps
-        cost = 0.01 * math.log2(self.epochs)
-        return math.log(factor) + 0.15 * math.log(self.reach) ** 2 + few_steps + saturation + cost
-
-    def event(self) -> LastIterateDpEvent:
-        """The run, with a noise multiplier that is still to be found."""
-        task, clip_norm = self.task, self.task.loss.clip_norm
-        size = task.n // self.split
-        geometry = None  # composition asks for nothing of the loss
-        if self.smoothing is not None:
-            geometry = task.loss.envelope(
-                task.feature_norm, task.bias, clip_norm=clip_norm, smoothing=self.smoothing
+        loss, steps, composed = self.loss, split * epochs, order in _COMPOSED
+        flatness = 0.5 / loss.curvature
+        # Learning rates for features of norm 1: what noise and data ask for, and what steps take.
+        longest = max(_LONGEST, _LONGEST_PER_RECORD * self.n) * flatness
+        wanted = min(self.kappa * self.n * self.mu / loss.clip_norm, longest) / steps
+        steepest = loss.steepest * flatness
+        if not composed or not loss.fades:  # hidden runs are smoothed by as much, and saturate
+            steepest /= math.sqrt(split)
+        decay = self.decay / self.square
+        rate = min(wanted, steepest, 0.5 / decay if decay else math.inf)  # rate * decay < 1
+        momentum = 0.0
+        if has_momentum:  # makes up for a rate below the one wanted, as far as it may
+            most = _MOST_MOMENTUM if loss.fades else _MOST_OF_TARGETS
+            momentum = min(round(1 - rate / wanted, 4), most)
+        learning_rate = float(f"{rate / self.square:.4g}")  # with the digits that are printed
+        smoothing = geometry = None  # composition asks for nothing of the loss
+        if not composed:
+            smoothing = envelope_smoothing(
+                learning_rate,
+                curvature=loss.curvature,
+                feature_norm=self.feature_norm,
+                bias=self.bias,
+                weight_decay=self.decay,
             )
-        return LastIterateDpEvent(
-            noise_multiplier=1.0,
-            learning_rate=self.learning_rate,
-            weight_decay=task.decay,
-            # A little above the gradient bound of the envelope, so that rounding never clips.
-            clip_norm=_just_above(clip_norm * math.sqrt(task.square)),
-            batch_size=size,
-            dataset_size=task.n if self.order in _COMPOSED else size * self.split,
-            num_steps=self.steps,
-            batch_order=self.order,
-            loss=geometry,
+            geometry = getattr(LossGeometry, f"envelope_{loss.name}")(
+                self.feature_norm, self.bias, clip_norm=loss.clip_norm, smoothing=smoothing
+            )
+        size = self.n // split
+        return Candidate(
+            event=LastIterateDpEvent(
+                noise_multiplier=1.0,
+                learning_rate=learning_rate,
+                weight_decay=self.decay,
+                # A little above the gradient bound of the envelope, so that rounding never clips.
+                clip_norm=_just_above(loss.clip_norm * math.sqrt(self.square)),
+                batch_size=size,
+                dataset_size=self.n if composed else size * split,
+                num_steps=steps,
+                batch_order=order,
+                loss=geometry,
+            ),
+            loss=loss.name,
+            clip_norm=loss.clip_norm,
+            smoothing=smoothing,
+            epochs=epochs,
+            noise_factor=self._estimated_factor(order, split, epochs),
+            reach=rate / (1 - momentum) / wanted,
+            target_epsilon=self.epsilon,
+            delta=self.delta,
+            neighboring_relation=self.relation,
+            feature_norm=self.feature_norm,
+            spent=self.spent,
+            momentum=momentum,
         )
 
-    def candidate(self) -> Candidate:
+    def _estimated_factor(self, order: BatchOrder, split: int, epochs: int) -> float:
+        """By central limit theorem, and for a record in the last batch."""
+        if order is BatchOrder.FULL:
+            return 1.0
+        if order is BatchOrder.POISSON:
+            rounds = (self.mu * split) ** 2 / (split * epochs)
+            noise = 1 / math.sqrt(math.log1p(rounds))
+            return noise * self.mu * math.sqrt(split / epochs)
+        positions = split if order is BatchOrder.CYCLIC else split / 2
+        return math.sqrt(1 + (positions - 1) / epochs)
+
+    def with_noise(self, plan: Candidate) -> Candidate:
         """The run with the noise that it needs."""
-        task, event = self.task, self.event()
-        noise = task.noise_of_full_batches(self.steps) if self.order is BatchOrder.FULL else None
+        noise, event = None, plan.event
+        if event.batch_order is BatchOrder.FULL:
+            noise = self._noise_of_full_batches(event.num_steps)
         if noise is None:
             noise = calibrate_noise(
-                task.epsilon,
-                task.delta,
-                lambda z: _beside(task.spent, attrs.evolve(event, noise_multiplier=z)),
-                neighboring_relation=task.relation,
+                self.epsilon,
+                self.delta,
+                lambda z: _beside(self.spent, attrs.evolve(event, noise_multiplier=z)),
+                neighboring_relation=self.relation,
                 tolerance=_TOLERANCE,
             )
-        factor = noise * task.mu * math.sqrt(self.split / self.epochs)
-        return Candidate(
+        split = event.num_steps // plan.epochs
+        return attrs.evolve(
+            plan,
             event=attrs.evolve(event, noise_multiplier=round_up(noise, _DIGITS)),
-            loss=task.loss.name,
-            clip_norm=task.loss.clip_norm,
-            smoothing=self.smoothing,
-            epochs=self.epochs,
-            noise_factor=factor,
-            reach=self.reach,
-            score=self.score(factor),
-            target_epsilon=task.epsilon,
-            delta=task.delta,
-            neighboring_relation=task.relation,
-            feature_norm=task.feature_norm,
-            spent=task.spent,
-            momentum=self.momentum,
+            noise_factor=noise * self.mu * math.sqrt(split / plan.epochs),
         )
+
+    def _noise_of_full_batches(self, steps: int) -> float | None:
+        """The multiplier, in closed form: squares of mu add up. None beside what has no mu."""
+        spent: float | None = 0.0
+        if self.spent is not None:
+            spent = LastIterateAccountant(self.relation).compose(self.spent).guarantee.mu
+        clips = sensitivity_in_clip_norms(BatchOrder.FULL, self.relation)
+        left = -1.0 if spent is None else (clips * self.mu) ** 2 - spent**2
+        return clips * math.sqrt(steps / left) * (1 + _ROUNDING) if left > 0 else None
 
 
 def _beside(spent: dp_accounting.DpEvent | None, event: LastIterateDpEvent) -> Any:
