@@ -94,11 +94,13 @@ def calibrate_noise(
         for_one_position=for_one_position,
     )
     validate.real("tolerance", tolerance, minimum=1e-12, maximum=0.5)
-    if not target.meets(_MUCH_NOISE):
-        crossing = 1.05 * _MUCH_NOISE * math.exp(min(target.log_mu(_MUCH_NOISE), 3 * _FAR))
-        if not target.meets(crossing) and not target.meets(_SO_MUCH_NOISE):
-            raise ValueError(_unreachable(target, _SO_MUCH_NOISE))
-    meets = min(z for z in target.seen if target.meets(z))
+    meets = _MUCH_NOISE
+    if not target.meets(meets):
+        meets *= 1.05 * math.exp(min(target.log_mu(meets), 3 * _FAR))  # met if it is Gaussian
+        if not target.meets(meets):
+            if not target.meets(_SO_MUCH_NOISE):
+                raise ValueError(_unreachable(target, _SO_MUCH_NOISE))
+            return target.close_in(_SO_MUCH_NOISE, meets, tolerance)
     while target.meets(misses := _less_noise(target, meets) * (1 - tolerance / 3)):
         meets = misses
         if meets < _SO_LITTLE_NOISE:
@@ -204,57 +206,48 @@ def calibrate_weight_decay(
     return target.close_in(meets, misses, tolerance)
 
 
-# Evaluating runs against a target, and closing in on what just meets it
-
-
-@attrs.define
 class _Target:
     """Evaluates runs against (epsilon, delta) and remembers what it saw."""
 
-    name: str
-    epsilon: float
-    delta: float
-    make_event: MakeEvent
-    relation: NeighboringRelation = attrs.field(
-        default=NeighboringRelation.REPLACE_SPECIAL,
-        alias="neighboring_relation",
-        kw_only=True,
-        converter=validate.neighboring_relation,
-    )
-    make_accountant: MakeAccountant | None = attrs.field(default=None, kw_only=True)
-    group_size: int = attrs.field(default=1, kw_only=True)
-    for_one_position: bool = attrs.field(default=False, kw_only=True)
-    seen: dict[float, float] = attrs.field(factory=dict, init=False)
-    accountant: Any = attrs.field(default=None, init=False)  # the last one
-    event: dp_accounting.DpEvent | None = attrs.field(default=None, init=False)  # the last one
-
-    def __attrs_post_init__(self) -> None:
-        validate.integer("group_size", self.group_size, minimum=1)
-        if self.make_accountant is not None and self.group_size > 1:
+    def __init__(
+        self,
+        name: str,
+        epsilon: float,
+        delta: float,
+        make_event: MakeEvent,
+        *,
+        neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
+        make_accountant: MakeAccountant | None = None,
+        group_size: int = 1,
+        for_one_position: bool = False,
+    ):
+        relation = validate.neighboring_relation(neighboring_relation)
+        size = validate.integer("group_size", group_size, minimum=1)
+        if make_accountant is not None and size > 1:
             raise ValueError(
-                f"Expected group_size = 1 with a make_accountant, got {self.group_size}. Let it "
-                "make accountants of that group_size."
+                f"Expected group_size = 1 with a make_accountant, got {size}. Let it make "
+                "accountants of that group_size."
             )
-        validate.target_pair(self.epsilon, self.delta, ("target_epsilon", "delta"))
-        self.epsilon = validate.real("target_epsilon", self.epsilon, minimum=0)
+        validate.target_pair(epsilon, delta, ("target_epsilon", "delta"))
+        self.name, self.make_event, self.for_one_position = name, make_event, for_one_position
+        self.epsilon = validate.real("target_epsilon", epsilon, minimum=0)
         remedy = "Gaussian noise never reaches delta = 0."
-        self.delta = validate.real("delta", self.delta, above=0, remedy=remedy)
-        if self.make_accountant is None:
-            relation, size = self.relation, self.group_size
-            self.make_accountant = lambda: LastIterateAccountant(relation, group_size=size)
+        self.delta = validate.real("delta", delta, above=0, remedy=remedy)
+        self.make_accountant = make_accountant or (
+            lambda: LastIterateAccountant(relation, group_size=size)
+        )
+        self.seen: dict[float, float] = {}
 
     def meets(self, value: float) -> bool:
         return self.epsilon_of(value) <= self.epsilon
 
     def epsilon_of(self, value: float) -> float:
         if value not in self.seen:
-            assert self.make_accountant is not None
-            self.event = self.make_event(value)
-            self.accountant = self.make_accountant().compose(self.event)
-            records = getattr(getattr(self.accountant, "guarantee", None), "only_for", "")
+            accountant = self.make_accountant().compose(self.make_event(value))
+            records = getattr(getattr(accountant, "guarantee", None), "only_for", "")
             if records:
                 validate.one_position(records, self.for_one_position)
-            self.seen[value] = float(self.accountant.get_epsilon(self.delta))
+            self.seen[value] = float(accountant.get_epsilon(self.delta))
         return self.seen[value]
 
     def log_mu(self, value: float) -> float:
@@ -326,7 +319,9 @@ def _less_noise(target: _Target, meets: float) -> float:
 def _event_maker(make_event: Any, field: str) -> MakeEvent:
     """A function of the field from itself or from a run whose constant field it replaces."""
     if not isinstance(make_event, dp_accounting.DpEvent):
-        return _function(make_event)
+        if not callable(make_event):
+            raise TypeError(f"Expected make_event to be a function or a run, got {make_event!r}.")
+        return make_event  # type: ignore[no-any-return]
     if not hasattr(make_event, field):
         raise TypeError(
             f"Expected a run with a {field}, got {make_event!r}. Pass a function of it."
@@ -341,34 +336,28 @@ def _event_maker(make_event: Any, field: str) -> MakeEvent:
 
 def _epoch_maker(make_event: Any) -> MakeEvent:
     if hasattr(make_event, "num_epochs"):
-        return lambda epochs: attrs.evolve(make_event, num_epochs=epochs)
-    if not hasattr(make_event, "num_steps"):
-        return _function(make_event)
+        return _event_maker(make_event, "num_epochs")
+    make = _event_maker(make_event, "num_steps")
+    if make is make_event:
+        return make
     if getattr(make_event, "has_schedules", False) or getattr(make_event, "release_steps", ()):
         raise ValueError(
             "Expected a run without schedules and release_steps, which belong to one length, "
             "got one with them. Pass a function of the number of epochs."
         )
-    per_epoch = make_event.batches_per_epoch
-    return lambda epochs: attrs.evolve(make_event, num_steps=epochs * per_epoch)
-
-
-def _function(make_event: Any) -> MakeEvent:
-    if not callable(make_event):
-        raise TypeError(f"Expected make_event to be a function or a run, got {make_event!r}.")
-    return make_event  # type: ignore[no-any-return]
+    return lambda epochs: make(epochs * make_event.batches_per_epoch)
 
 
 def _unreachable(target: _Target, value: float) -> str:
     """Why even `value` does not meet the target."""
-    epsilon = target.epsilon_of(value)
+    epsilon, event = target.epsilon_of(value), target.make_event(value)
+    accountant = target.make_accountant().compose(event)
     text = (
         f"Expected a target that some {target.name} meets, got epsilon {target.epsilon:g} at delta "
         f"{target.delta:g}: with {target.name} = {value:.6g} epsilon is {text_up(epsilon, 6)}. "
     )
-    guarantee = getattr(target.accountant, "guarantee", None)
-    if isinstance(target.event, LastIterateDpEvent):
-        extra = target.event.cap_delta(target.accountant.neighboring_relation)
+    if isinstance(event, LastIterateDpEvent):
+        extra = event.cap_delta(accountant.neighboring_relation)
         if extra >= target.delta:
             return text + (
                 f"The cap on the batches costs a delta of {extra:.3g} by itself, whatever the "
@@ -376,6 +365,7 @@ def _unreachable(target: _Target, value: float) -> str:
             )
     if epsilon == math.inf:
         return text + "Something is released without noise, or no finite guarantee is known."
+    guarantee = getattr(accountant, "guarantee", None)
     if target.name == "weight_decay" and guarantee is not None:
         why = dict(guarantee.alternatives).get("shifted_interpolation", "")
         text += f"The best bound is {guarantee.theorem}; more decay would not contract more. "

@@ -1429,7 +1429,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "(clips * self.mu) ** 2",
             ),
             "what_was_spent_is_not_in_the_target": (
-                "lambda z: _beside(task.spent, attrs.evolve(event, noise_multiplier=z))",
+                "lambda z: _beside(self.spent, attrs.evolve(event, noise_multiplier=z))",
                 "lambda z: attrs.evolve(event, noise_multiplier=z)",
             ),
         },
