@@ -49,7 +49,7 @@ from hidden_state_accountants.process.batch_curvature import (
     CurvatureRelease as CurvatureRelease,
     release_curvature as release_curvature,
 )
-from hidden_state_accountants.process.geometry import (
+from hidden_state_accountants.process.noisy_process import (
     clipped_update_lipschitz as clipped_update_lipschitz,
 )
 from hidden_state_accountants.recommendation import (
@@ -58,6 +58,6 @@ from hidden_state_accountants.recommendation import (
     recommend as recommend,
 )
 from hidden_state_accountants.regulariser import Regulariser as Regulariser
-from hidden_state_accountants.runs.last_iterate import RunRecorder as RunRecorder
+from hidden_state_accountants.runs.run import RunRecorder as RunRecorder
 
 __version__: str

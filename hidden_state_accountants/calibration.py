@@ -29,7 +29,7 @@ from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.process.geometry import update_lipschitz
+from hidden_state_accountants.process.noisy_process import update_lipschitz
 
 MakeEvent = Callable[[Any], dp_accounting.DpEvent]
 MakeAccountant = Callable[[], dp_accounting.PrivacyAccountant]

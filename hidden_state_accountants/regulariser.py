@@ -99,15 +99,14 @@ class Regulariser:
         Decomposing the Proximal Map, theorem 4.
     """
 
-    l1: float = 0.0
-    l2: float = 0.0
-    group_lasso: float = 0.0
+    l1: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
+    l2: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
+    group_lasso: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
     group_axis: int | None = None
     low: float = attrs.field(default=-math.inf, converter=_end)
     high: float = attrs.field(default=math.inf, converter=_end)
 
     def __attrs_post_init__(self) -> None:
-        validate.fields(self, validate.magnitude, "l1", "l2", "group_lasso")
         axis = self.group_axis
         if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
             raise TypeError(f"Expected group_axis to be an integer or None, got {axis!r}.")

@@ -10,6 +10,7 @@ import operator
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
 
@@ -106,10 +107,24 @@ def member(kind: type[_Member], name: str, value: Any) -> _Member:
         ) from None
 
 
-def fields(owner: Any, check: Callable[..., Any], *names: str, **options: Any) -> None:
-    """Replaces fields of a frozen object by what a check returns of them; for constructors."""
-    for name in names:
-        object.__setattr__(owner, name, check(name, getattr(owner, name), **options))
+def instance(name: str, value: Any, kind: type) -> Any:
+    """Returns `value`, or raises TypeError that names the argument."""
+    if not isinstance(value, kind):
+        raise TypeError(f"Expected {name} to be a {kind.__name__} or None, got {value!r}.")
+    return value
+
+
+def checked(check: Callable[..., Any], **options: Any) -> Callable[[Any, Any, Any], None]:
+    """An attrs validator that replaces a value by what a check of its name and itself returns.
+
+    A field whose default is None may be None.
+    """
+
+    def replace(owner: Any, field: attrs.Attribute[Any], value: Any) -> None:
+        if value is not None or field.default is not None:
+            object.__setattr__(owner, field.name, check(field.name, value, **options))
+
+    return replace
 
 
 def flag(name: str, value: Any) -> bool:
@@ -123,15 +138,22 @@ LARGEST = 1e75
 """Hyper-parameters lie in [1/LARGEST, LARGEST] or are 0, so that no product leaves a double."""
 
 
-def magnitude(name: str, value: Any, *, positive: bool = False) -> float:
+def magnitude(name: str, value: Any, *, positive: bool = False, allow_inf: bool = False) -> float:
     """Returns a hyper-parameter whose products with others neither under- nor overflow."""
-    number = real(name, value, above=0) if positive else real(name, value, minimum=0)
-    if number != 0 and not 1 / LARGEST <= number <= LARGEST:
+    minimum, above = (None, 0) if positive else (0, None)
+    number = real(name, value, minimum=minimum, above=above, allow_inf=allow_inf)
+    if 0 < number < math.inf and not 1 / LARGEST <= number <= LARGEST:
         raise ValueError(
             f"Expected {name} between {1 / LARGEST:g} and {LARGEST:g}"
             f"{'' if positive else ', or 0'}, got {number!r}."
         )
     return number
+
+
+FLAG = checked(flag)
+COUNT = checked(integer, minimum=1)
+MAGNITUDE = checked(magnitude)
+POSITIVE = checked(magnitude, positive=True)
 
 
 def real_array(name: str, value: Any, *, minimum: float, allow_inf: bool = False) -> np.ndarray:

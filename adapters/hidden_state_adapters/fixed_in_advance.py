@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from hidden_state_accountants import Assumption, Schedule
 from hidden_state_accountants.guarantee import Topic
-from hidden_state_accountants.runs.base import Run
+from hidden_state_accountants.runs.run import Run
 
 _SCHEDULED = {  # fields of the events of all kinds
     "learning_rate": "learning rate",

@@ -29,8 +29,7 @@ from hidden_state_accountants.process.conditions import (
     neighboring_relation,
     unless,
 )
-from hidden_state_accountants.process.geometry import update_lipschitz
-from hidden_state_accountants.process.noisy_process import NoisyProcess
+from hidden_state_accountants.process.noisy_process import NoisyProcess, update_lipschitz
 
 _SHIFTS = Citation("Bok, Su, Altschuler 2024", "shifted interpolation", "2403.00278")
 _COMPOSITION = Citation("Dong, Roth, Su 2022", "composition of the steps", "1905.02383")

@@ -15,7 +15,8 @@ from hidden_state_accountants.events.batch_order import (
 )
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry
-from hidden_state_accountants.process import conditions, geometry
+from hidden_state_accountants.process import conditions
+from hidden_state_accountants.process.noisy_process import update_lipschitz
 
 
 @attrs.frozen
@@ -57,7 +58,7 @@ class ConstantRun:
         """The modulus of the update (docs/theory/moduli.md); not for a Hölder exponent below 1."""
         eta, decay = np.array([self.learning_rate]), np.array([self.weight_decay])
         active = np.array([self.clip_is_active])
-        return float(geometry.update_lipschitz(self.loss, eta, decay, active)[0])
+        return float(update_lipschitz(self.loss, eta, decay, active)[0])
 
     @property
     def gradient_lipschitz(self) -> float:

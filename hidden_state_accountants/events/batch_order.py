@@ -136,9 +136,7 @@ class DealtEvent(PlainEvent):
     sampling_rate: float | None
 
     def _check_dealing(self) -> None:
-        """Reads what says how the records are dealt; TypeError, ValueError if it does not fit."""
-        validate.fields(self, validate.integer, "dataset_size", "batch_size", minimum=1)
-        object.__setattr__(self, "batch_order", parse_batch_order(self.batch_order))
+        """Raises ValueError unless order and sizes of the batches fit together."""
         if self.batch_size > self.dataset_size:
             raise ValueError(
                 f"Expected batch_size <= dataset_size = {self.dataset_size}, got {self.batch_size}."
@@ -148,8 +146,9 @@ class DealtEvent(PlainEvent):
                 f"Expected batch_size = dataset_size = {self.dataset_size} for FULL batches, "
                 f"got {self.batch_size}. Use BatchOrder.CYCLIC."
             )
-        rate = parse_sampling_rate(self.batch_order, self.sampling_rate)
-        object.__setattr__(self, "sampling_rate", rate)
+        if self.sampling_rate is not None:
+            rate = parse_sampling_rate(self.batch_order, self.sampling_rate)
+            object.__setattr__(self, "sampling_rate", rate)
 
     @property
     def sampling_probability(self) -> float:

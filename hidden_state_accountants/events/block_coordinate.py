@@ -17,14 +17,17 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
+from hidden_state_accountants.events.batch_order import (
+    BatchOrder,
+    DealtEvent,
+    sensitivity_in_clip_norms,
+)
 from hidden_state_accountants.events.loss_geometry import LossGeometry
-from hidden_state_accountants.events.plain_types import PlainEvent
 from hidden_state_accountants.events.schedule import Schedule, parse_schedule, per_step
 
 
 @attrs.frozen(kw_only=True, repr=False)
-class BlockCoordinateDpEvent(PlainEvent):
+class BlockCoordinateDpEvent(DealtEvent):
     r"""A run of DP-MBCD (Chen & Liu 2025, Algorithm 1) that releases its last blocks.
 
     In epoch k = 0..K-1 and batch j = 0..n/b-1 each of the `num_blocks` released blocks makes
@@ -78,54 +81,33 @@ class BlockCoordinateDpEvent(PlainEvent):
     """
 
     tables: ClassVar = {"noise_variance": Schedule, "block_loss": LossGeometry}
+    batch_order = BatchOrder.CYCLIC
+    sampling_rate = None
 
-    step_size: float = attrs.field()
+    step_size: float = attrs.field(validator=validate.MAGNITUDE)
     noise_variance: float | Schedule = attrs.field()
-    clip_norm: float | None = None
-    gradient_sensitivity: float | None = None
-    batch_size: int = attrs.field()
-    dataset_size: int = attrs.field()
-    num_epochs: int = attrs.field()
-    block_loss: LossGeometry | None = None
-    prox_strong_convexity: float = 0.0
-    update_lipschitz: float | None = None
-    prox_lipschitz: float = 1.0
-    num_blocks: int = 1
+    clip_norm: float | None = attrs.field(default=None, validator=validate.POSITIVE)
+    gradient_sensitivity: float | None = attrs.field(default=None, validator=validate.MAGNITUDE)
+    batch_size: int = attrs.field(validator=validate.COUNT)
+    dataset_size: int = attrs.field(validator=validate.COUNT)
+    num_epochs: int = attrs.field(validator=validate.COUNT)
+    block_loss: LossGeometry | None = attrs.field(
+        default=None, validator=validate.checked(validate.instance, kind=LossGeometry)
+    )
+    prox_strong_convexity: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
+    update_lipschitz: float | None = attrs.field(default=None, validator=validate.MAGNITUDE)
+    prox_lipschitz: float = attrs.field(default=1.0, validator=validate.MAGNITUDE)
+    num_blocks: int = attrs.field(default=1, validator=validate.COUNT)
 
     def __attrs_post_init__(self) -> None:
-        validate.fields(
-            self, validate.magnitude, "step_size", "prox_strong_convexity", "prox_lipschitz"
-        )
-        self._check_sensitivity()
-        validate.fields(
-            self, validate.integer, "dataset_size", "num_epochs", "num_blocks", minimum=1
-        )
-        remedy = "It is the number of records of a batch."
-        size = self.dataset_size
-        validate.fields(
-            self, validate.integer, "batch_size", minimum=1, maximum=size, remedy=remedy
-        )
-        if self.block_loss is not None and not isinstance(self.block_loss, LossGeometry):
-            raise TypeError(
-                f"Expected block_loss to be a LossGeometry or None, got {self.block_loss!r}."
-            )
-        if self.update_lipschitz is not None:
-            validate.fields(self, validate.magnitude, "update_lipschitz")
-        object.__setattr__(self, "noise_variance", self._noise())
-
-    def _check_sensitivity(self) -> None:
-        given = [
-            name
-            for name in ("clip_norm", "gradient_sensitivity")
-            if getattr(self, name) is not None
-        ]
-        if len(given) != 1:
-            found = " and ".join(given) or "neither"
+        if (self.clip_norm is None) is (self.gradient_sensitivity is None):
+            found = "neither" if self.clip_norm is None else "both"
             raise ValueError(
                 "Expected either clip_norm (the gradient of every record is clipped) or "
                 f"gradient_sensitivity (a bound of another kind), got {found}."
             )
-        validate.fields(self, validate.magnitude, *given, positive=given == ["clip_norm"])
+        self._check_dealing()
+        object.__setattr__(self, "noise_variance", self._noise())
 
     def _noise(self) -> float | Schedule:
         value: Any = self.noise_variance
@@ -142,16 +124,6 @@ class BlockCoordinateDpEvent(PlainEvent):
                 )
             value = array.ravel()
         return parse_schedule("noise_variance", value, self.num_steps)
-
-    @property
-    def batches_per_epoch(self) -> int:
-        """n/b, rounded up."""
-        return -(-self.dataset_size // self.batch_size)
-
-    @property
-    def sampling_probability(self) -> float:
-        """b/n: the share of an epoch that a batch is."""
-        return self.batch_size / self.dataset_size
 
     @property
     def num_steps(self) -> int:

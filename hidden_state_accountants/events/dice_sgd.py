@@ -15,7 +15,11 @@ import math
 import attrs
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.events.batch_order import BatchOrder, DealtEvent
+from hidden_state_accountants.events.batch_order import (
+    BatchOrder,
+    DealtEvent,
+    parse_batch_order,
+)
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -64,23 +68,19 @@ class DiceSgdDpEvent(DealtEvent):
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2, 3 and 4.
     """
 
-    noise_std: float = attrs.field()
-    clip_norm: float = attrs.field()
-    error_clip_norm: float = attrs.field()
-    batch_size: int = attrs.field()
-    dataset_size: int = attrs.field()
-    num_steps: int = attrs.field()
-    batch_order: BatchOrder = BatchOrder.POISSON
-    gradient_bound: float = math.inf
-    automatic: bool = False
+    noise_std: float = attrs.field(validator=validate.MAGNITUDE)
+    clip_norm: float = attrs.field(validator=validate.POSITIVE)
+    error_clip_norm: float = attrs.field(validator=validate.POSITIVE)
+    batch_size: int = attrs.field(validator=validate.COUNT)
+    dataset_size: int = attrs.field(validator=validate.COUNT)
+    num_steps: int = attrs.field(validator=validate.COUNT)
+    batch_order: BatchOrder = attrs.field(default=BatchOrder.POISSON, converter=parse_batch_order)
+    gradient_bound: float = attrs.field(
+        default=math.inf,
+        validator=validate.checked(validate.magnitude, positive=True, allow_inf=True),
+    )
+    automatic: bool = attrs.field(default=False, validator=validate.FLAG)
     sampling_rate: float | None = None
 
     def __attrs_post_init__(self) -> None:
-        validate.fields(self, validate.magnitude, "noise_std")
-        validate.fields(self, validate.magnitude, "clip_norm", "error_clip_norm", positive=True)
-        validate.fields(self, validate.integer, "num_steps", minimum=1)
-        validate.fields(self, validate.real, "gradient_bound", above=0, allow_inf=True)
-        if self.gradient_bound < math.inf:
-            validate.fields(self, validate.magnitude, "gradient_bound", positive=True)
-        validate.fields(self, validate.flag, "automatic")
         self._check_dealing()

@@ -11,10 +11,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import attrs
 import dp_accounting
@@ -23,11 +22,11 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.as_composition import fixed_batches, random_batches
 from hidden_state_accountants.events.batch_order import (
     BatchOrder,
     DealtEvent,
     overfull_delta,
+    parse_batch_order,
     sensitivity_in_clip_norms,
     unequal_batches,
     unmet_relation,
@@ -38,6 +37,7 @@ from hidden_state_accountants.events.schedule import (
     parse_schedule,
     per_step,
     same_in_all_steps,
+    values_and_counts,
 )
 
 _SCHEDULED = ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
@@ -107,58 +107,54 @@ class LastIterateDpEvent(DealtEvent):
     noise_multiplier: float | Schedule = attrs.field()
     learning_rate: float | Schedule = attrs.field()
     clip_norm: float | Schedule | None = attrs.field()
-    batch_size: int = attrs.field()
-    dataset_size: int = attrs.field()
-    num_steps: int = attrs.field()
-    batch_order: BatchOrder = attrs.field()
-    loss: LossGeometry | None = None
+    batch_size: int = attrs.field(validator=validate.COUNT)
+    dataset_size: int = attrs.field(validator=validate.COUNT)
+    num_steps: int = attrs.field(validator=validate.COUNT)
+    batch_order: BatchOrder = attrs.field(converter=parse_batch_order)
+    loss: LossGeometry | None = attrs.field(
+        default=None, validator=validate.checked(validate.instance, kind=LossGeometry)
+    )
     weight_decay: float | Schedule = 0.0
-    prox_strong_convexity: float = attrs.field(default=0.0)
-    domain_diameter: float = math.inf
+    prox_strong_convexity: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
+    domain_diameter: float = attrs.field(
+        default=math.inf, validator=validate.checked(validate.real, above=0, allow_inf=True)
+    )
     release_steps: tuple[int, ...] = ()
     sampling_rate: float | None = None
-    max_batch_size: int | None = None
-    record_position: int | None = None
-    is_microbatched: bool = False
+    max_batch_size: int | None = attrs.field(default=None, validator=validate.COUNT)
+    record_position: int | None = attrs.field(
+        default=None, validator=validate.checked(validate.integer, minimum=0)
+    )
+    is_microbatched: bool = attrs.field(default=False, validator=validate.FLAG)
 
     def __attrs_post_init__(self) -> None:
-        validate.fields(self, validate.integer, "num_steps", minimum=1)
-        if self.loss is not None and not isinstance(self.loss, LossGeometry):
-            raise TypeError(f"Expected loss to be a LossGeometry or None, got {self.loss!r}.")
-        validate.fields(self, self._scheduled, "noise_multiplier", "learning_rate", "weight_decay")
-        if self.clip_norm is not None:
-            validate.fields(self, self._scheduled, "clip_norm", positive=True)
-        elif self.loss is None or self.loss.lipschitz is None:
+        for name in _SCHEDULED:
+            if (value := getattr(self, name)) is not None or name != "clip_norm":
+                # 1 - learning_rate * weight_decay rounds to 1
+                positive, is_small = name == "clip_norm", name == "weight_decay"
+                value = parse_schedule(
+                    name, value, self.num_steps, positive=positive, is_small=is_small
+                )
+                object.__setattr__(self, name, value)
+        if self.clip_norm is None and (self.loss is None or self.loss.lipschitz is None):
             raise ValueError(
                 "Expected loss.lipschitz when clip_norm is None, got none. Declare the bound on "
                 "the per-example gradient norm, or clip."
             )
-        validate.fields(self, validate.magnitude, "prox_strong_convexity")
-        validate.fields(self, validate.real, "domain_diameter", above=0, allow_inf=True)
         object.__setattr__(self, "release_steps", self._released())
-        validate.fields(self, validate.flag, "is_microbatched")
         self._check_loss_of_records()
         self._check_dealing()
         self._check_batches()
         self._check_decay()
-
-    def _scheduled(self, name: str, value: Any, *, positive: bool = False) -> float | Schedule:
-        is_small = name == "weight_decay"  # 1 - learning_rate * weight_decay rounds to 1
-        return parse_schedule(name, value, self.num_steps, positive=positive, is_small=is_small)
 
     def _released(self) -> tuple[int, ...]:
         if isinstance(self.release_steps, str) or not isinstance(self.release_steps, Iterable):
             raise TypeError(
                 f"Expected release_steps to be a sequence of steps, got {self.release_steps!r}."
             )
+        remedy, last = "Steps count from 1 to num_steps.", self.num_steps
         steps = {
-            validate.integer(
-                "release_steps",
-                step,
-                minimum=1,
-                maximum=self.num_steps,
-                remedy="Steps count from 1 to num_steps.",
-            )
+            validate.integer("release_steps", step, minimum=1, maximum=last, remedy=remedy)
             for step in self.release_steps
         }
         return tuple(sorted(steps - {self.num_steps}))  # the last iterate always is released
@@ -176,13 +172,11 @@ class LastIterateDpEvent(DealtEvent):
 
     def _check_batches(self) -> None:
         order = self.batch_order
-        if self.max_batch_size is not None:
-            if order is not BatchOrder.POISSON:
-                raise ValueError(
-                    f"Expected max_batch_size = None for {order.name} batches, "
-                    f"got {self.max_batch_size!r}. Only POISSON batches vary in size."
-                )
-            validate.fields(self, validate.integer, "max_batch_size", minimum=1)
+        if self.max_batch_size is not None and order is not BatchOrder.POISSON:
+            raise ValueError(
+                f"Expected max_batch_size = None for {order.name} batches, "
+                f"got {self.max_batch_size!r}. Only POISSON batches vary in size."
+            )
         if self.record_position is not None:
             if order is not BatchOrder.CYCLIC:
                 raise ValueError(
@@ -193,18 +187,17 @@ class LastIterateDpEvent(DealtEvent):
                 self.batches_per_epoch - 1,
                 "It is the index of a batch within the epoch.",
             )
-            validate.fields(
-                self, validate.integer, "record_position", minimum=0, maximum=last, remedy=remedy
-            )
+            validate.integer("record_position", self.record_position, maximum=last, remedy=remedy)
 
     def _check_decay(self) -> None:
         steps = self.num_steps if self.has_schedules else 1
         product = per_step(self.learning_rate, steps) * per_step(self.weight_decay, steps)
         worst = float(np.max(product))
         if worst >= 1:
+            where = f" at step {int(np.argmax(product)) + 1}" if self.has_schedules else ""
             raise ValueError(
-                f"Expected learning_rate * weight_decay < 1, got {worst:g} "
-                f"at step {int(np.argmax(product)) + 1}. Lower one of them."
+                f"Expected learning_rate * weight_decay < 1, got {worst:g}{where}. Lower one of "
+                "them."
             )
 
     @property
@@ -295,28 +288,53 @@ class LastIterateDpEvent(DealtEvent):
         if self.record_position is not None:
             validate.one_position(self.records, for_one_position)
         noise = self._noise_over_sensitivity(relation)
-        if order is BatchOrder.WITHOUT_REPLACEMENT:
-            return random_batches(
-                noise,
-                functools.partial(
-                    dp_accounting.SampledWithoutReplacementDpEvent,
-                    self.dataset_size,
-                    self.batch_size,
-                ),
-            )
         if order is BatchOrder.POISSON:
             self._check_poisson_composition(relation)
-            return random_batches(
-                noise,
-                functools.partial(dp_accounting.PoissonSampledDpEvent, self.sampling_probability),
-            )
-        return fixed_batches(
-            noise,
-            period=self.batches_per_epoch,
-            position=self.record_position,
-            is_reshuffled=order is BatchOrder.RESHUFFLED,
-            is_constant=not self.has_schedules,
+        elif order is not BatchOrder.WITHOUT_REPLACEMENT:
+            return self._composed_of_fixed_batches(noise)
+        values, counts = values_and_counts(noise)
+        steps = [
+            dp_accounting.SelfComposedDpEvent(self._sampled(float(value)), int(count))
+            for value, count in zip(values, counts, strict=True)
+            if np.isfinite(value)
+        ]
+        if not steps:
+            return dp_accounting.NoOpDpEvent()
+        return steps[0] if len(steps) == 1 else dp_accounting.ComposedDpEvent(steps)
+
+    def _sampled(self, noise: float) -> dp_accounting.DpEvent:
+        """A step whose batch is drawn at random."""
+        step = dp_accounting.GaussianDpEvent(noise)
+        if self.batch_order is BatchOrder.POISSON:
+            return dp_accounting.PoissonSampledDpEvent(self.sampling_probability, step)
+        return dp_accounting.SampledWithoutReplacementDpEvent(
+            self.dataset_size, self.batch_size, step
         )
+
+    def _composed_of_fixed_batches(self, noise: np.ndarray) -> dp_accounting.DpEvent:
+        """The steps that hold one record, which every epoch deals to one of its batches."""
+        num_steps, period = self.num_steps, self.batches_per_epoch
+        position = self.record_position  # None is the worst
+        if not self.has_schedules:
+            # The worst position is the first one; a record that is reshuffled can have it always.
+            participations = max(0, -(-(num_steps - (position or 0)) // period))
+            if not participations or noise[0] == math.inf:
+                return dp_accounting.NoOpDpEvent()
+            step = dp_accounting.GaussianDpEvent(float(noise[0]))
+            return dp_accounting.SelfComposedDpEvent(step, participations)
+        period = min(period, max(num_steps, (position or 0) + 1))
+        padded = np.zeros(-(-num_steps // period) * period)
+        with np.errstate(divide="ignore"):
+            padded[:num_steps] = noise**-2.0
+        epochs = padded.reshape(-1, period)
+        if self.batch_order is BatchOrder.RESHUFFLED:
+            mu_squared = float(epochs.max(axis=1).sum())
+        else:
+            by_position = epochs.sum(axis=0)
+            mu_squared = float(by_position.max() if position is None else by_position[position])
+        if mu_squared == 0:
+            return dp_accounting.NoOpDpEvent()
+        return dp_accounting.GaussianDpEvent(1 / math.sqrt(mu_squared))
 
     @same_in_all_steps
     def _noise_over_sensitivity(self, relation: NeighboringRelation) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import math
+from typing import Any
 
 import attrs
 from dp_accounting import dp_event
@@ -24,6 +25,11 @@ class LossKind(enum.Enum):
 
 
 _CONVEX = (LossKind.CONVEX, LossKind.STRONGLY_CONVEX, LossKind.GENERALIZED_LINEAR)
+_AT_LEAST_0 = validate.checked(validate.real, minimum=0)
+
+
+def _kind(value: Any) -> LossKind:
+    return validate.member(LossKind, "kind", value)
 
 
 @attrs.frozen(kw_only=True, repr=False)
@@ -50,27 +56,22 @@ class LossGeometry:
             if it certainly does.
     """
 
-    kind: LossKind = attrs.field()
-    smoothness: float = attrs.field()
-    strong_convexity: float = 0.0
-    weak_convexity: float = 0.0
-    exponent: float = 1.0
-    lipschitz: float | None = None
-    curvature: float | None = None
-    curvature_failure: float | None = None
+    kind: LossKind = attrs.field(converter=_kind)
+    smoothness: float = attrs.field(
+        validator=validate.checked(validate.real, minimum=0, maximum=validate.LARGEST)
+    )
+    strong_convexity: float = attrs.field(default=0.0, validator=_AT_LEAST_0)
+    weak_convexity: float = attrs.field(default=0.0, validator=_AT_LEAST_0)
+    exponent: float = attrs.field(
+        default=1.0, validator=validate.checked(validate.real, above=0, maximum=1)
+    )
+    lipschitz: float | None = attrs.field(default=None, validator=validate.MAGNITUDE)
+    curvature: float | None = attrs.field(default=None, validator=validate.checked(validate.real))
+    curvature_failure: float | None = attrs.field(
+        default=None, validator=validate.checked(validate.real, minimum=0, maximum=1)
+    )
 
     def __attrs_post_init__(self) -> None:
-        object.__setattr__(self, "kind", validate.member(LossKind, "kind", self.kind))
-        largest = validate.LARGEST
-        validate.fields(self, validate.real, "smoothness", minimum=0, maximum=largest)
-        validate.fields(self, validate.real, "strong_convexity", "weak_convexity", minimum=0)
-        validate.fields(self, validate.real, "exponent", above=0, maximum=1)
-        if self.lipschitz is not None:
-            validate.fields(self, validate.magnitude, "lipschitz")
-        self._check_kind()
-        self._check_curvature()
-
-    def _check_kind(self) -> None:
         kind = self.kind
         if self.strong_convexity > self.smoothness:
             raise ValueError(
@@ -101,16 +102,15 @@ class LossGeometry:
                 "Expected smoothness = 0 and a lipschitz constant for a linear loss, "
                 f"got smoothness {self.smoothness!r} and lipschitz {self.lipschitz!r}."
             )
+        self._check_curvature()
 
     def _check_curvature(self) -> None:
-        failure = self.curvature_failure
-        if failure is not None:
-            failure = validate.real("curvature_failure", failure, minimum=0, maximum=1) or None
-            object.__setattr__(self, "curvature_failure", failure)
+        object.__setattr__(self, "curvature_failure", self.curvature_failure or None)
         if self.curvature is None:
-            if failure is not None:
+            if self.curvature_failure is not None:
                 raise ValueError(
-                    f"Expected curvature_failure = None without a curvature, got {failure:g}."
+                    "Expected curvature_failure = None without a curvature, got "
+                    f"{self.curvature_failure:g}."
                 )
             return
         if self.kind not in _CONVEX:
@@ -118,10 +118,9 @@ class LossGeometry:
                 f"Expected curvature = None for a {self.kind.value} loss, got {self.curvature!r}. "
                 "The curvature of a batch is used of convex losses alone."
             )
-        validate.fields(
-            self,
-            validate.real,
+        validate.real(
             "curvature",
+            self.curvature,
             minimum=self.strong_convexity,
             maximum=self.smoothness,
             remedy="It is a Hessian, in the units of smoothness: no mean loss of a batch has a "

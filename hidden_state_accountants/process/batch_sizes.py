@@ -16,8 +16,11 @@ from dp_accounting import NeighboringRelation
 from scipy import stats
 
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.process import geometry
-from hidden_state_accountants.process.noisy_process import clips_act
+from hidden_state_accountants.process.noisy_process import (
+    SMALLEST_MODULUS,
+    clips_act,
+    update_lipschitz,
+)
 
 _MOST_MODULI = 4_000_000  # steps that are looked at, times sizes
 _NODES = 512  # steps of a schedule that are looked at
@@ -170,13 +173,13 @@ def _log_moduli(
         values[nodes.is_node, None] for values in (nodes.rates, nodes.decays, nodes.clips)
     )
     share = np.maximum(number, 1) / event.batch_size
-    moduli = geometry.update_lipschitz(event.loss, rates * share, decays / share, clipped)
+    moduli = update_lipschitz(event.loss, rates * share, decays / share, clipped)
     moduli = np.where(number > 0, moduli, np.abs(1 - rates * decays))
     if relation is NeighboringRelation.REPLACE_ONE:
         moduli = np.maximum(moduli[:, :-1], moduli[:, 1:])
     else:
         moduli = moduli[:, :-1]
-    return np.log(np.maximum(moduli, geometry.SMALLEST_MODULUS))
+    return np.log(np.maximum(moduli, SMALLEST_MODULUS))
 
 
 def _of_all_steps(

@@ -10,13 +10,17 @@ import attrs
 import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation
 
+from hidden_state_accountants.best_bound import best_guarantee
+from hidden_state_accountants.bounds.chen_liu_2025 import BlockCoordinate
+from hidden_state_accountants.bounds.composition import composition_of
 from hidden_state_accountants.bounds.dice_sgd_2024 import DiceSgd
-from hidden_state_accountants.events.batch_order import BatchOrder, rate_text
+from hidden_state_accountants.events.batch_order import BatchOrder, DealtEvent, rate_text
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.figures import fixed_up
+from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.process.noisy_process import process_of
 
 Notes = Mapping[str, Any]
@@ -65,6 +69,24 @@ def _range(values: Iterable[float]) -> str:
     values = tuple(values)
     low, high = f"{min(values):.6g}", f"{max(values):.6g}"
     return low if low == high else f"{low} to {high}"
+
+
+def _dealt(event: DealtEvent) -> str:
+    return (
+        f"{event.num_steps} steps x {event.batch_size} of {event.dataset_size} records"
+        f"{rate_text(event.sampling_rate)}, {event.batch_order.value}"
+    )
+
+
+def _sentence(name: str, event: DealtEvent, how: str, each: int = 1) -> str:
+    """What ran; a record of the event is `each` examples."""
+    return (
+        f"{name} performed over {event.dataset_size * each} examples with "
+        f"{event.batch_size * each} examples per iteration in {event.batch_order.value} order"
+        f"{rate_text(event.sampling_rate)}{how}, for {event.num_steps} iterations "
+        f"({event.num_steps / event.batches_per_epoch:g} epochs) "
+        f"{f'with microbatches of {each}' if each > 1 else 'without microbatching'}."
+    )
 
 
 def of_last_iterate(
@@ -116,12 +138,7 @@ def _facts(
     rate, decay = (_range(event.per_step(name)) for name in ("learning_rate", "weight_decay"))
     return (
         ("released", f"the last iterate{f', and after steps {released}' if released else ''}"),
-        (
-            "run",
-            f"{event.num_steps} steps x {event.batch_size} of {event.dataset_size} records"
-            f"{rate_text(event.sampling_rate)}, "
-            f"{event.batch_order.value} ({event.num_steps / event.batches_per_epoch:g} epochs)",
-        ),
+        ("run", f"{_dealt(event)} ({event.num_steps / event.batches_per_epoch:g} epochs)"),
         (
             "update",
             update
@@ -146,26 +163,22 @@ def _run_text(event: LastIterateDpEvent, microbatch: int) -> str:
     clip = "no clipping"
     if event.clip_norm is not None:
         clip = f"clip norm {_range(event.per_step('clip_norm'))}"
-    halved, grouped = "", "without microbatching"
-    if microbatch > 1:
-        if not event.is_microbatched:
-            halved = " (half of the optimizer's, because microbatches double the sensitivity)"
-        grouped = f"with microbatches of {microbatch}"
+    halved = ""
+    if microbatch > 1 and not event.is_microbatched:
+        halved = " (half of the optimizer's, because microbatches double the sensitivity)"
     diameter = event.domain_diameter
     projection = (
         f"projection on a convex set of diameter {diameter:g}"
         if diameter < math.inf
         else "no projection"
     )
-    return (
-        f"Noisy gradient descent performed over {event.dataset_size * microbatch} examples with "
-        f"{event.batch_size * microbatch} examples per iteration in {event.batch_order.value} "
-        f"order{rate_text(event.sampling_rate)}, "
-        f"noise multiplier {_range(event.per_step('noise_multiplier'))}{halved}, {clip}, "
+    return _sentence(
+        "Noisy gradient descent",
+        event,
+        f", noise multiplier {_range(event.per_step('noise_multiplier'))}{halved}, {clip}, "
         f"learning rate {_range(event.per_step('learning_rate'))}, weight decay "
-        f"{_range(event.per_step('weight_decay'))}{_prox(event)} and {projection}, for "
-        f"{event.num_steps} "
-        f"iterations ({event.num_steps / event.batches_per_epoch:g} epochs) {grouped}."
+        f"{_range(event.per_step('weight_decay'))}{_prox(event)} and {projection}",
+        microbatch,
     )
 
 
@@ -204,23 +217,16 @@ def of_dice_sgd(
         theory="docs/theory/dice_sgd.md",
         facts=(
             ("published", _published(event, relation, delta)),
-            (
-                "run",
-                f"{event.num_steps} steps x {event.batch_size} of {event.dataset_size} records"
-                f"{rate_text(event.sampling_rate)}, "
-                f"{event.batch_order.value}; update rule {notes.get('update_rule', 'any')}",
-            ),
+            ("run", f"{_dealt(event)}; update rule {notes.get('update_rule', 'any')}"),
             ("noise on the mean update", f"standard deviation {event.noise_std:.6g}"),
             ("gradients", f"{clip} {event.clip_norm:g}; bound before clipping: {bound}"),
             ("error", f"{clip} {event.error_clip_norm:g}"),
         ),
-        run=(
-            f"DiceSGD performed over {event.dataset_size} examples with {event.batch_size} "
-            f"examples per iteration in {event.batch_order.value} order"
-            f"{rate_text(event.sampling_rate)}, noise multiplier "
-            f"{plain.noise_multiplier:.6g}, gradients {clip} {event.clip_norm:g}, error {clip} "
-            f"{event.error_clip_norm:g}, for {event.num_steps} iterations "
-            f"({event.num_steps / event.batches_per_epoch:g} epochs) without microbatching."
+        run=_sentence(
+            "DiceSGD",
+            event,
+            f", noise multiplier {plain.noise_multiplier:.6g}, gradients {clip} "
+            f"{event.clip_norm:g}, error {clip} {event.error_clip_norm:g}",
         ),
         protects=(
             "This privacy guarantee protects the release of all model checkpoints in addition "
@@ -265,12 +271,12 @@ def of_block_coordinate(
             _noise_text(event, relation),
             ("prox", f"{event.prox_strong_convexity:g}-strongly convex"),
         ),
-        run=(
-            f"Noisy block coordinate descent performed over {event.dataset_size} examples with "
-            f"{event.batch_size} examples per iteration in cyclic order on {event.num_blocks} "
-            f"block(s), noise variance {_range(event.noise_variances().ravel())}, gradient "
-            f"sensitivity {event.sensitivity(relation):g}, step size {event.step_size:g}, for "
-            f"{event.num_steps} iterations ({event.num_epochs} epochs) without microbatching."
+        run=_sentence(
+            "Noisy block coordinate descent",
+            event,
+            f" on {event.num_blocks} block(s), noise variance "
+            f"{_range(event.noise_variances().ravel())}, gradient sensitivity "
+            f"{event.sensitivity(relation):g}, step size {event.step_size:g}",
         ),
         protects=(
             "This privacy guarantee protects the release of the blocks after the last "
@@ -304,3 +310,27 @@ DESCRIPTIONS: dict[type[DpEvent], Callable[..., Description]] = {
     BlockCoordinateDpEvent: of_block_coordinate,
 }
 """By the type of the event: what is said of one, its relation, the delta of epsilons, and notes."""
+
+
+def describer_of(event: DpEvent) -> Callable[..., Description]:
+    """The function of `DESCRIPTIONS` for an event.
+
+    Raises:
+        TypeError: It is no event of a run.
+    """
+    for event_type, describe in DESCRIPTIONS.items():
+        if isinstance(event, event_type):
+            return describe
+    known = " or ".join(event_type.__name__ for event_type in DESCRIPTIONS)
+    raise TypeError(f"Expected an event of {known}, got {type(event).__name__}.")
+
+
+def with_every_iterate(event: Any, relation: NeighboringRelation) -> Guarantee | None:
+    """The guarantee of the same run with every iterate released; None if none is known."""
+    if isinstance(event, DiceSgdDpEvent):  # they are
+        return best_guarantee(event, relation)
+    if isinstance(event, BlockCoordinateDpEvent):
+        # Composition of all updates, which asks for nothing about the loss.
+        event = attrs.evolve(event, block_loss=None, update_lipschitz=None)
+        return None if BlockCoordinate().check(event, relation) else best_guarantee(event, relation)
+    return composition_of(event, relation)

@@ -10,11 +10,15 @@ from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
+from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Assumption, Guarantee, Status, group_guarantee
 from hidden_state_accountants.process.groups import run_of_groups
-from hidden_state_accountants.runs.base import kind_of
-from hidden_state_accountants.runs.description import DESCRIPTIONS, Description
+from hidden_state_accountants.runs.description import (
+    Description,
+    describer_of,
+    with_every_iterate,
+)
 
 _MEANING = {
     NeighboringRelation.ADD_OR_REMOVE_ONE: "one example is added or removed",
@@ -78,7 +82,7 @@ class Statement:
             raise ValueError("Expected the event of at least one run, got none.")
         self.events, self.guarantee, self.assumptions = events, guarantee, assumptions
         self.delta, self.beside, self.notes = validate.target_delta(delta), beside, notes
-        self._kinds = [kind_of(event) for event in events]
+        self._describe = [describer_of(event) for event in events][-1]
 
     def lines(self) -> str:
         """About a dozen lines "label: text" to paste, and the assumptions, one a line."""
@@ -142,13 +146,12 @@ class Statement:
         return "\n\n".join(parts) + "\n"
 
     def _description(self) -> Description:
-        describe = DESCRIPTIONS[self._kinds[-1].event_type]
         relation = self.guarantee.neighboring_relation
-        return describe(self.events[-1], relation, self.delta, self.notes)
+        return self._describe(self.events[-1], relation, self.delta, self.notes)
 
     @property
     def _hides_iterates(self) -> bool:
-        return not all(kind.releases_every_iterate for kind in self._kinds)
+        return not all(isinstance(event, DiceSgdDpEvent) for event in self.events)
 
     @property
     def _of_groups(self) -> str:
@@ -177,7 +180,7 @@ def _composed_epsilon(
     beside: DpEvent | None = None,
     group_size: int = 1,
 ) -> float | None:
-    guarantees = [kind_of(event).every_iterate(event, relation) for event in events]
+    guarantees = [with_every_iterate(event, relation) for event in events]
     if beside is not None:
         guarantees.append(LastIterateAccountant(relation).compose(beside).guarantee)
     known = [guarantee for guarantee in guarantees if guarantee is not None]

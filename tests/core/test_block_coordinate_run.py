@@ -7,7 +7,7 @@ from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.chen_liu_2025 import block_contraction
-from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
+from hidden_state_accountants.runs.run import BlockCoordinateRun, Step
 
 ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 TOTALS = {
@@ -17,7 +17,13 @@ TOTALS = {
 
 
 def run(**changes):
-    return BlockCoordinateRun.of_totals(**(TOTALS | changes))
+    given = TOTALS | changes
+    counted = {name: given.pop(name) for name in ("noise_multiplier", "largest_norm", "num_steps")}
+    found = BlockCoordinateRun(**given)
+    steps, same = counted.pop("num_steps"), {"clip_norm": given["clip_norm"]}
+    step = Step(**counted, **same, learning_rate=given["step_size"], rows=given["batch_size"])
+    found.add_counted(step, steps)
+    return found
 
 
 @pytest.mark.parametrize(
@@ -134,20 +140,3 @@ def test_several_blocks_do_not_contract():
 def test_runs_without_an_event(changes, text):
     with pytest.raises((ValueError, TypeError), match=text):
         run(**changes).event()
-
-
-@pytest.mark.parametrize(
-    ("changes", "helps"),
-    [
-        ({}, False),
-        ({"block_loss": hsa.LossGeometry.strongly_convex(1.0, 0.5, lipschitz=0.5)}, True),
-        ({"block_loss": hsa.LossGeometry.convex(1.0), "num_blocks": 2}, False),
-    ],
-)
-def test_the_line_before_training(changes, helps):
-    event = hsa.BlockCoordinateDpEvent(
-        **{"step_size": 0.1, "noise_variance": 1.0, "clip_norm": 1.0, "batch_size": 4,
-           "dataset_size": 12, "num_epochs": 1, **changes}
-    )  # fmt: skip
-    line = BlockCoordinateRun.line_before(event, NeighboringRelation.REPLACE_SPECIAL)
-    assert ("no contraction" in line) is not helps

@@ -15,8 +15,7 @@ from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.losses import scalar
 from hidden_state_accountants.losses import softmax as solver
 from hidden_state_accountants.losses.arrays import NUMPY
-from hidden_state_accountants.process.geometry import update_lipschitz
-from hidden_state_accountants.process.noisy_process import sampled_process
+from hidden_state_accountants.process.noisy_process import sampled_process, update_lipschitz
 
 SETTINGS = list(itertools.product([0.03, 0.3, 1.0, 1.35, 5.0], [0.0, 0.5, 20.0]))
 

@@ -9,7 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.process import geometry
+from hidden_state_accountants.process.noisy_process import (
+    unclipped_update_lipschitz,
+    update_lipschitz,
+)
 
 
 def clip(gradient, norm):
@@ -54,7 +57,7 @@ def test_moduli_are_convex_in_the_learning_rate(weak_convexity, weight_decay):
     """Steps of a schedule between two others follow from them (theory/random_distance.md)."""
     rates = np.linspace(0, 6, 2001)
     clipped = hsa.clipped_update_lipschitz(rates, 1.0, weak_convexity, weight_decay)
-    free = geometry.unclipped_update_lipschitz(rates, 1.0, -weak_convexity, weight_decay)
+    free = unclipped_update_lipschitz(rates, 1.0, -weak_convexity, weight_decay)
     for c in (clipped, free):
         assert (c[:-2] + c[2:] - 2 * c[1:-1] >= -1e-13).all()
 
@@ -125,7 +128,7 @@ def test_generalized_linear_row_survives_clipping(name, eta, norm):
     rng = np.random.default_rng(1)
     decay = 0.1
     active = np.array([loss.lipschitz is None or loss.lipschitz > norm])
-    (bound,) = geometry.update_lipschitz(loss, np.array([eta]), np.array([decay]), active)
+    (bound,) = update_lipschitz(loss, np.array([eta]), np.array([decay]), active)
     features = rng.normal(size=(3, 2))
     features *= 1.5 / np.linalg.norm(features, axis=1, keepdims=True)
 
@@ -186,7 +189,7 @@ def test_gradient_bounds(name):
     ],
 )
 def test_rows(loss, active, expected):
-    (c,) = geometry.update_lipschitz(loss, np.array([0.5]), np.array([0.1]), np.array([active]))
+    (c,) = update_lipschitz(loss, np.array([0.5]), np.array([0.1]), np.array([active]))
     if expected is None:  # strong convexity inside an active clip never helps
         expected = hsa.clipped_update_lipschitz(0.5, 2.0, 0.0, 0.1)
     assert c == pytest.approx(expected, rel=1e-14)

@@ -8,6 +8,7 @@ from runs import cyclic_run, full_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing.linear_losses import LinearLosses
+from hidden_state_accountants.runs.run import Step
 
 ONE = NeighboringRelation.REPLACE_ONE
 OTHERS = [relation for relation in NeighboringRelation if relation is not ONE]
@@ -47,9 +48,7 @@ def test_a_recorder_says_so():
     recorder = hsa.RunRecorder(
         batch_order="cyclic", batch_size=5, dataset_size=20, loss=event.loss, is_microbatched=True
     )
-    recorder.step(
-        noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_index=0, batch_rows=5
-    )
+    recorder.add(Step(noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch=0, rows=5))
     assert recorder.event().is_microbatched
     assert recorder.guarantee(ONE).epsilon(1e-5) > 0
     for relation in OTHERS:

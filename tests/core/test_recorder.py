@@ -8,6 +8,7 @@ from dp_accounting import NeighboringRelation
 from runs import cyclic_run, full_run
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.runs.run import Step
 
 RELATION = NeighboringRelation.REPLACE_SPECIAL
 
@@ -29,16 +30,20 @@ def recorder_of(event, **changes):
     return hsa.RunRecorder(**(arguments | changes))
 
 
+def turn(recorder):
+    return recorder.num_steps % 4
+
+
 def step(recorder, **changes):
     arguments = {
         "noise_multiplier": 2.0,
         "learning_rate": 0.5,
         "clip_norm": 1.0,
         "weight_decay": 0.2,
-        "batch_index": recorder.expected_batch_index,
-        "batch_rows": 5,
+        "batch": turn(recorder),
+        "rows": 5,
     }
-    recorder.step(**(arguments | changes))
+    recorder.add(Step(**(arguments | changes)))
 
 
 def replay(event):
@@ -48,12 +53,10 @@ def replay(event):
     columns = {name: event.per_step(name).tolist() for name in names}
     clip = [None] * event.num_steps if event.clip_norm is None else event.per_step("clip_norm")
     for t in range(event.num_steps):
-        recorder.step(
-            **{name: column[t] for name, column in columns.items()},
-            clip_norm=clip[t],
-            batch_index=recorder.expected_batch_index,
-            batch_rows=event.batch_size,
-        )
+        values = {name: column[t] for name, column in columns.items()}
+        index = turn(recorder)
+        step = Step(clip_norm=clip[t], batch=index, rows=event.batch_size, **values)
+        recorder.add(step)
         if t + 1 in event.release_steps:
             recorder.release()
     return recorder
@@ -81,9 +84,9 @@ def test_returns_the_event_that_happened(event):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"batch_index": 0}, "step 3 used batch 0, expected batch 2"),
-        ({"batch_index": None}, "step 3 used batch None, expected batch 2"),
-        ({"batch_rows": 4}, "step 3 used 4 rows, expected batch_size = 5"),
+        ({"batch": 0}, "step 3 used batch 0, expected batch 2"),
+        ({"batch": None}, "step 3 used batch None, expected batch 2"),
+        ({"rows": 4}, "step 3 used 4 rows, expected batch_size = 5"),
         ({"clip_norm": None}, "step 3 does not clip"),
     ],
 )
@@ -101,7 +104,7 @@ def test_a_wrong_batch_raises_and_records_nothing(changes, text):
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"batch_rows": None}, TypeError, "batch_rows"),
+        ({"rows": None}, TypeError, "rows"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier"),
         ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier"),
         ({"learning_rate": math.inf}, ValueError, "learning_rate"),
@@ -128,9 +131,9 @@ def test_unclipped_steps_need_a_gradient_bound():
 
 def test_poisson_rows_are_capped():
     recorder = recorder_of(cyclic_run(batch_order="poisson", max_batch_size=7))
-    step(recorder, batch_rows=0)
+    step(recorder, rows=0)
     with pytest.raises(hsa.UnsupportedRunError, match="max_batch_size = 7"):
-        step(recorder, batch_rows=8)
+        step(recorder, rows=8)
 
 
 def test_guarantees_of_several_runs_compose():

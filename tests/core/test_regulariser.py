@@ -9,6 +9,7 @@ from scipy import optimize
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import Regulariser
+from hidden_state_accountants.runs.run import Step
 
 ALL = [
     Regulariser(),
@@ -125,13 +126,8 @@ def test_a_recorded_run_has_the_figure_of_its_event_at_every_step():
         prox_strong_convexity=0.5,
     )
     for step, rate in enumerate(rates):
-        recorder.step(
-            noise_multiplier=2.0,
-            learning_rate=rate,
-            clip_norm=1.0,
-            batch_index=step % 3,
-            batch_rows=10,
-        )
+        values = {"noise_multiplier": 2.0, "learning_rate": rate, "clip_norm": 1.0}
+        recorder.add(Step(**values, batch=step % 3, rows=10))
         event = recorder.event()
         assert event.prox_strong_convexity == 0.5
         whole = hsa.LastIterateAccountant("replace_one").compose(event).guarantee

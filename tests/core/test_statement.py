@@ -10,7 +10,7 @@ from dp_accounting import NeighboringRelation
 import hidden_state_accountants as hsa
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.figures import fixed_up
-from hidden_state_accountants.runs.base import kind_of
+from hidden_state_accountants.runs.description import with_every_iterate
 from hidden_state_accountants.runs.statement import Statement
 
 DELTA = 1e-5
@@ -40,7 +40,7 @@ def accounted(*events, relation=SPECIAL):
 
 def every_epsilon(events, relation, delta):
     """With every iterate of every run released."""
-    guarantees = [kind_of(event).every_iterate(event, relation) for event in events]
+    guarantees = [with_every_iterate(event, relation) for event in events]
     return compose_guarantees(guarantees, relation).epsilon(delta)
 
 
@@ -209,15 +209,3 @@ def test_refused(events, delta, kind):
     guarantee = accounted(PLAIN)
     with pytest.raises(kind):
         Statement(events, guarantee, guarantee.assumptions, delta)
-
-
-@EVENTS
-def test_the_line_before_training_is_the_kind_s_own(event):
-    """Of DiceSGD nothing needs to be known; of the others whether hidden iterates help."""
-    flat = event
-    if event is PLAIN:
-        assert not kind_of(event).line_before(event, SPECIAL)  # it is projected
-        flat = attrs.evolve(event, loss=None, learning_rate=0.5, domain_diameter=math.inf)
-    line = kind_of(event).line_before(flat, SPECIAL)
-    assert line.startswith("no contraction") is (event is not DICE)
-    assert bool(line) is (event is not DICE)

@@ -10,6 +10,7 @@ from runs import cyclic_run, full_run
 import hidden_state_accountants as hsa
 from hidden_state_accountants import validate
 from hidden_state_accountants.curves.base import GaussianCurve
+from hidden_state_accountants.runs.run import Step
 
 ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
 BLOCKS = hsa.BlockCoordinateDpEvent(
@@ -26,14 +27,8 @@ def recorded():
         batch_order="cyclic", batch_size=5, dataset_size=20, loss=hsa.LossGeometry.convex(1.0, 1.0)
     )
     for step in range(6):
-        recorder.step(
-            noise_multiplier=2.0,
-            learning_rate=0.5,
-            clip_norm=1.0,
-            weight_decay=0.2,
-            batch_index=step % 4,
-            batch_rows=5,
-        )
+        values = {"noise_multiplier": 2.0, "learning_rate": 0.5, "weight_decay": 0.2}
+        recorder.add(Step(clip_norm=1.0, batch=step % 4, rows=5, **values))
     return recorder
 
 

@@ -161,7 +161,7 @@ def test_a_history_never_looks_like_dp_sgd(make_dice):
     """Rows (noise multiplier, rate, steps) would be read as DP-SGD, which shows less."""
     run = make_dice()
     run.epoch()
-    assert run.engine.accountant.history == [(0.0, 10 / 60, 6)]
+    assert run.engine.accountant.history == [(0.0, 1.0, 6)]
     assert len(run.engine.accountant) == 6
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -74,9 +75,8 @@ def hook_on_all_optimizers(run):
 
 def step_recorded_twice(run):
     run.epoch()
-    run.engine.accountant.recorders[0].step(
-        noise_multiplier=2.0, learning_rate=0.5, clip_norm=2.1, batch_index=0, batch_rows=10
-    )
+    step = Step(noise_multiplier=2.0, learning_rate=0.5, clip_norm=2.1, batch=0, rows=10)
+    run.engine.accountant.recorders[0].add(step)
     run.epoch()
 
 

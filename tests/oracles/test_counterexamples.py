@@ -17,7 +17,7 @@ from without_replacement_direction import (
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.curves.gaussian import delta_from_mu
-from hidden_state_accountants.process.geometry import clipped_update_lipschitz
+from hidden_state_accountants.process.noisy_process import clipped_update_lipschitz
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL

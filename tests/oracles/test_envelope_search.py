@@ -14,7 +14,7 @@ from envelopes import batch
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
-from hidden_state_accountants.process.geometry import update_lipschitz
+from hidden_state_accountants.process.noisy_process import update_lipschitz
 
 CLIMBERS, ROUNDS = 150, 60
 ROUNDING = 1e-7  # errors of 1e-12 in gradients, at distances from 1e-4 on

@@ -30,8 +30,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.guarantee import Guarantee
-from hidden_state_accountants.process import geometry
-from hidden_state_accountants.process.noisy_process import noisy_process
+from hidden_state_accountants.process.noisy_process import noisy_process, update_lipschitz
 
 RENYI_ORDERS = (1.5, 2.0, 3.0, 8.0, 32.0)
 ROUND = 500  # examples between two reports of a deep search; each round climbs from a fresh start
@@ -223,7 +222,7 @@ def only_the_last_epoch(process):
 def unclipped(run):
     loss, event = run.event.loss, run.event
     never = np.zeros(event.num_steps, dtype=bool)
-    return geometry.update_lipschitz(
+    return update_lipschitz(
         loss, event.per_step("learning_rate"), event.per_step("weight_decay"), never
     )
 

@@ -8,6 +8,7 @@ from dp_accounting import NeighboringRelation
 from torch import nn
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.runs.run import Step
 
 DELTA = 1e-5
 SOFTMAX = hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True)
@@ -67,5 +68,5 @@ def resume(train, first, declared, kind):
 def recorder(steps):
     recorder = hsa.RunRecorder(batch_order="full", batch_size=60, dataset_size=60)
     for _ in range(steps):
-        recorder.step(noise_multiplier=0.3, learning_rate=0.1, clip_norm=1.0, batch_rows=60)
+        recorder.add(Step(noise_multiplier=0.3, learning_rate=0.1, clip_norm=1.0, rows=60))
     return recorder

@@ -16,12 +16,14 @@ from hidden_state_accountants import (
     BatchOrder,
     Guarantee,
     LossGeometry,
+    RunRecorder,
+    Schedule,
     UnsupportedRunError,
     compose_guarantees,
     validate,
 )
 from hidden_state_accountants.guarantee import merge_assumptions
-from hidden_state_accountants.runs.base import Run
+from hidden_state_accountants.runs.run import Run
 from hidden_state_adapters.opacus.accounted import (
     AccountedRun,
     Row,
@@ -216,7 +218,7 @@ class HiddenStateAccountant(IAccountant):
 
         A run that shows more than DP-SGD has noise multiplier 0 there: no such figure covers it.
         """
-        return [*self._history, *(row for r in self.recorders for row in r.sampled_rows())]
+        return [*self._history, *(row for run in self.recorders for row in _rows(run))]
 
     @history.setter
     def history(self, rows: list[Row]) -> None:
@@ -426,6 +428,19 @@ class HiddenStateAccountant(IAccountant):
             run.load_state_dict(states[-1])
         self._history = []
         self._runs = ended + current
+
+
+def _rows(run: Run) -> list[Row]:
+    """A run as rows of a history, whose readers take it for DP-SGD."""
+    if not run.num_steps:
+        return []
+    if not isinstance(run, RunRecorder):
+        return [(0.0, 1.0, run.num_steps)]
+    event = run.event()
+    noise, rate = event.noise_multiplier, event.sampling_probability
+    if not isinstance(noise, Schedule):
+        return [(noise, rate, run.num_steps)]
+    return [(z, rate, steps) for z, steps in zip(noise.values, noise.lengths, strict=True)]
 
 
 def _check_finite(optimizer: DPOptimizer, step: int) -> None:

@@ -17,7 +17,7 @@ from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.standard import EventCurve
 from hidden_state_accountants.guarantee import Status, merge_assumptions
-from hidden_state_accountants.runs.base import Run, run_of
+from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.opacus.data.reading import drawn_rate
 from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule
 

@@ -32,7 +32,7 @@ from hidden_state_accountants.guarantee import (
     merge_assumptions,
     replace_assumptions,
 )
-from hidden_state_accountants.runs.base import Run
+from hidden_state_accountants.runs.run import Run
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hidden_state_accountants import Assumption, RunRecorder, UnsupportedRunError
-from hidden_state_accountants.runs.base import Run, Step
+from hidden_state_accountants.runs.run import Run, Step
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import opacus_clip_factors
 from hidden_state_adapters.opacus.gradients.piece import Piece

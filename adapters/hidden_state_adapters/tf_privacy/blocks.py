@@ -10,8 +10,8 @@ import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import BatchOrder, LossGeometry
-from hidden_state_accountants.runs.base import Run, Step
-from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
+from hidden_state_accountants.runs.description import with_every_iterate
+from hidden_state_accountants.runs.run import BlockCoordinateRun, Run, Step
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism, as_meant, as_step
@@ -22,6 +22,8 @@ from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import check_variables
 from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
 from hidden_state_adapters.tf_privacy.update_rule import UpdateRule
+
+_DELTA = 1e-5  # where it is asked whether hidden iterates help
 
 CHECKED = (
     "constant learning rate, clip norm, noise multiplier and prox; the clip of each block as one "
@@ -294,13 +296,18 @@ class BlockSteps(Mechanism):
 
     def run_so_far(self, **of_data: Any) -> BlockCoordinateRun:
         """The run of steps that nobody recorded, on the data that are declared now."""
-        return BlockCoordinateRun.of_totals(
-            num_steps=self.last_step.steps,
+        run = BlockCoordinateRun(batch_size=self.last_step.rows, **self._settings_of_run, **of_data)
+        step = self._usual_step(self.last_step.rows, self.step.log.totals().largest_norm)
+        run.add_counted(step, self.last_step.steps)
+        return run
+
+    def _usual_step(self, rows: int, largest_norm: float = 0.0) -> Step:
+        return Step(
             noise_multiplier=self.noise_multiplier,
-            largest_norm=self.step.log.totals().largest_norm,
-            batch_size=self.last_step.rows,
-            **self._settings_of_run,
-            **of_data,
+            clip_norm=self.l2_norm_clip,
+            learning_rate=self._rate,
+            rows=rows,
+            largest_norm=largest_norm,
         )
 
     @property
@@ -327,16 +334,19 @@ class BlockSteps(Mechanism):
         return attrs.evolve(as_step(entry), learning_rate=as_meant(entry.learning_rate))
 
     def line_before(self, relation: NeighboringRelation) -> str:
-        """Whether hidden iterates help, of what is said of the loss."""
+        """Whether hidden iterates help, of what is said of the loss, judged by two epochs."""
         if self._loss is None:
             return ""
-        run = BlockCoordinateRun.of_totals(
-            num_steps=self._plan.num_batches,
-            noise_multiplier=self.noise_multiplier,
-            largest_norm=0.0,
-            **self._constants(),
+        run = BlockCoordinateRun(**self._constants())
+        run.add_counted(self._usual_step(self._plan.batch_size), 2 * self._plan.num_batches)
+        event = run.event()
+        every = with_every_iterate(event, relation)
+        if every is None or run.guarantee(relation).epsilon(_DELTA) < every.epsilon(_DELTA):
+            return ""
+        return (
+            "no contraction: epsilon equals composition (every update of every block counts); see "
+            "docs/papers/block_coordinate.md"
         )
-        return run.line_before(run.event(), relation)
 
     def checked(self) -> list[str]:
         """What every step checks."""

@@ -21,8 +21,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
-from hidden_state_accountants.runs.base import Step
-from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
+from hidden_state_accountants.runs.run import DiceSgdRun, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism, as_step
@@ -451,15 +450,17 @@ class DiceSteps(Mechanism):
     def run_so_far(self, **of_data: Any) -> DiceSgdRun:
         """The run of steps that nobody recorded, on the data that are declared now."""
         entry, totals = self.last_step, self.step.log.totals()
-        return DiceSgdRun.of_totals(
-            batch_size=self.step.divisor or entry.rows or 1,
-            num_steps=entry.steps,
-            fewest_rows=totals.fewest_rows,
-            most_rows=totals.most_rows,
+        size = self.step.divisor or entry.rows or 1
+        run = DiceSgdRun(batch_size=size, **self.constants, **of_data)
+        step = Step(
+            noise_multiplier=self.noise_multiplier,
+            clip_norm=self.l2_norm_clip,
+            rows=totals.fewest_rows,
             largest_norm=totals.largest_norm,
-            **self.constants,
-            **of_data,
         )
+        run.add_counted(step, entry.steps - 1 if entry.steps else 0)
+        run.add_counted(attrs.evolve(step, rows=totals.most_rows), min(entry.steps, 1))
+        return run
 
     def step_of(self, entry: StepEntry) -> Step:
         """As every mechanism's; the rule of the update is free, and stays what it was."""

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError
-from hidden_state_accountants.runs.base import SLACK
+from hidden_state_accountants.runs.run import SLACK
 from hidden_state_adapters.curved_batches import (
     ROUNDING,
     checked_curvature,

@@ -11,10 +11,17 @@ import numpy as np
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, LossGeometry, RunRecorder, Schedule
+from hidden_state_accountants import (
+    Assumption,
+    BlockCoordinateDpEvent,
+    LossGeometry,
+    RunRecorder,
+    Schedule,
+)
+from hidden_state_accountants.advice import no_contraction_line
 from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.guarantee import Topic
-from hidden_state_accountants.runs.base import Run, Step
+from hidden_state_accountants.runs.run import Run, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
@@ -322,9 +329,7 @@ class Mechanism:
         self.set_noise(1.0)
         run = self.with_steps_ahead(self.new_run(declared), ahead)
         event = run.event()
-        if run.release_steps[:-1] and not (
-            run.releases_every_iterate or hasattr(event, "release_steps")
-        ):
+        if run.release_steps[:-1] and isinstance(event, BlockCoordinateDpEvent):
             raise refusal(
                 f"Expected no released epochs with target_epsilon, got {self.kind} with "
                 "ModelCheckpoint or EarlyStopping: its event does not know them, so that noise "
@@ -395,7 +400,7 @@ class Mechanism:
                 rows=self._plan.batch_size,
             )
         )
-        return run.line_before(run.event(), relation)
+        return no_contraction_line(run.event(), relation)
 
     def checked(self) -> list[str]:
         """The values of the steps, and what holds for the variables."""

@@ -19,7 +19,7 @@ import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import UnsupportedRunError, validate
-from hidden_state_accountants.runs.base import Run, run_of
+from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared

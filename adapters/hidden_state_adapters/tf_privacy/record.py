@@ -26,7 +26,7 @@ from hidden_state_accountants import (
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.advice import report_lines
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
-from hidden_state_accountants.runs.base import Run, run_of
+from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism

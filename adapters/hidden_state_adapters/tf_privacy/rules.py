@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from hidden_state_accountants import Regulariser
 from hidden_state_accountants.regulariser import ProxOperations, group_axes
-from hidden_state_accountants.runs.base import SLACK
+from hidden_state_accountants.runs.run import SLACK
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.refusals import refusal
 

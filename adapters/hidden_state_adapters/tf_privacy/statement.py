@@ -11,7 +11,7 @@ from hidden_state_accountants import (
     LastIterateDpEvent,
     validate,
 )
-from hidden_state_accountants.runs.base import kind_of
+from hidden_state_accountants.runs.description import describer_of
 from hidden_state_accountants.runs.statement import Statement
 
 
@@ -39,7 +39,7 @@ def compute_last_iterate_privacy_statement(
         TypeError, ValueError: An argument has an impossible value.
     """
     try:
-        kind_of(event)
+        describer_of(event)
     except TypeError as error:
         text = f"{error} For a standard event use TensorFlow Privacy's statement."
         raise TypeError(text) from error

@@ -19,7 +19,7 @@ import attrs
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_accountants.runs.base import SLACK
+from hidden_state_accountants.runs.run import SLACK
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import copies, together

@@ -20,7 +20,7 @@ import attrs
 import numpy as np
 
 from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLines
-from hidden_state_accountants.process.geometry import SMALLEST_MODULUS
+from hidden_state_accountants.process.noisy_process import SMALLEST_MODULUS
 
 _RATIO = 1.7  # of neighbouring thetas
 _COARSER = 2  # lines for one of a rough bound

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import Assumption, LastIterateDpEvent
-from hidden_state_accountants.runs.base import Step
+from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import ClippedSum, move_by_any_rule
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer

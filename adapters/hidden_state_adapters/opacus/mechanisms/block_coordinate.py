@@ -18,8 +18,7 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     validate,
 )
-from hidden_state_accountants.runs.base import Step
-from hidden_state_accountants.runs.block_coordinate import BlockCoordinateRun
+from hidden_state_accountants.runs.run import BlockCoordinateRun, Step
 from hidden_state_adapters.opacus.gradients.norms import check_clip_norms, clip_factors
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism, MechanismOptions, move_by_sgd
@@ -118,13 +117,17 @@ class BlockCoordinateSteps(Mechanism):
         """The declared run, with the number of steps rounded up to whole epochs."""
         _check_batches(declared)
         batches = declared.plan.num_batches
-        run = BlockCoordinateRun.of_totals(
-            num_steps=-(-num_steps // batches) * batches,
+        settings = _settings(declared)
+        run = BlockCoordinateRun(**settings)
+        step = Step(
             noise_multiplier=noise_multiplier,
-            largest_norm=0.0,
-            **_settings(declared),
+            clip_norm=settings["clip_norm"],
+            learning_rate=settings["step_size"],
+            rows=settings["batch_size"],
         )
-        return run.event()
+        run.add_counted(step, -(-num_steps // batches) * batches)
+        event: BlockCoordinateDpEvent = run.event()
+        return event
 
     # What stays the same
 

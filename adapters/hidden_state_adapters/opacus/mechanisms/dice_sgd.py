@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from hidden_state_accountants import DiceSgdDpEvent, UnsupportedRunError, validate
-from hidden_state_accountants.runs.dice_sgd import DiceSgdRun
+from hidden_state_accountants.runs.run import DiceSgdRun, Step
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.norms import (
     check_clip_norms,
@@ -130,15 +130,12 @@ class DiceSteps(Mechanism):
         cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
     ) -> DiceSgdDpEvent:
         """The declared run with this noise and number of steps."""
-        rows = declared.plan.batch_size
-        run = DiceSgdRun.of_totals(
-            num_steps=num_steps,
-            fewest_rows=rows,
-            most_rows=rows,
-            largest_norm=0.0,
-            **_settings(declared, noise_multiplier),
-        )
-        return run.event()
+        settings = _settings(declared, noise_multiplier)
+        run, constant = DiceSgdRun(**settings), ("noise_multiplier", "clip_norm")
+        step = Step(rows=declared.plan.batch_size, **{name: settings[name] for name in constant})
+        run.add_counted(step, num_steps)
+        event: DiceSgdDpEvent = run.event()
+        return event
 
     # What stays the same
 

@@ -7,7 +7,7 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import LastIterateDpEvent, UnsupportedRunError
-from hidden_state_accountants.runs.base import Step
+from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import ClippedSum, move_by_sgd

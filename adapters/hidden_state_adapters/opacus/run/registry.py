@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_accountants.runs.base import Run
+from hidden_state_accountants.runs.run import Run
 
 
 class Steps(Protocol):

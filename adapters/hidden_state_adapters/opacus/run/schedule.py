@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from hidden_state_accountants import Assumption, Schedule, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
-from hidden_state_accountants.runs.base import Run
+from hidden_state_accountants.runs.run import Run
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
 
 # Schedulers multiply step by step, some in float32.

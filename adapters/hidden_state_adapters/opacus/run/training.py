@@ -11,7 +11,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.events.loss_geometry import square_norm
-from hidden_state_accountants.runs.base import Run, run_of
+from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.data.batch import Taken
 from hidden_state_adapters.opacus.data.loader import BatchCursor, plain_collate

@@ -21,6 +21,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batch_order
+from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.accounted import AccountedRun, declared_by
 from hidden_state_adapters.opacus.criteria import as_module
@@ -243,14 +244,10 @@ class StockRun(AccountedRun):
         if rows is None and self._order is not BatchOrder.POISSON:
             rows = int(self._batches["batch_size"])  # all of the batch, as is the user's word
         settings = self._settings(optimizer, step)
-        self.recorder.step(
-            noise_multiplier=float(optimizer.noise_multiplier),
-            batch_index=self.recorder.expected_batch_index,
-            batch_rows=rows,
-            **settings,
-        )
+        noise = float(optimizer.noise_multiplier)
+        self.recorder.add_counted(Step(noise_multiplier=noise, rows=rows, **settings), 1)
 
-    def _settings(self, optimizer: DPOptimizer, step: int) -> dict[str, float]:
+    def _settings(self, optimizer: DPOptimizer, step: int) -> dict[str, Any]:
         reason = _why_composition(optimizer)
         if self._is_composition is None:
             self._is_composition = self._becomes_composition(reason)
