@@ -25,7 +25,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.advice import with_changes
+from hidden_state_accountants.advice import single_changes
 from hidden_state_accountants.best_bound import RUN_EVENTS, best_guarantee, bound_guarantee
 from hidden_state_accountants.bounds import (
     BlockCoordinate,
@@ -41,6 +41,7 @@ from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.standard import nested_events, standard_curve
 from hidden_state_accountants.curves.transformed import of_cohort, of_groups
 from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import (
     Assumption,
     Guarantee,
@@ -282,6 +283,15 @@ def _leaves(
 
 def _has_run(event: dp_accounting.DpEvent) -> bool:
     return isinstance(event, RUN_EVENTS) or any(map(_has_run, nested_events(event)))
+
+
+def with_changes(
+    guarantee: Guarantee, event: dp_accounting.DpEvent, relation: NeighboringRelation
+) -> Guarantee:
+    """The guarantee of a run, which can then say what would lower its epsilon."""
+    if not isinstance(event, LastIterateDpEvent):
+        return guarantee
+    return attrs.evolve(guarantee, changes=functools.partial(single_changes, event, relation))
 
 
 class LastIterateAccountant(_LastIterateBase):

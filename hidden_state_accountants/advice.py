@@ -25,7 +25,6 @@ from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.process.noisy_process import process_of
 
 _LEAST = 0.01  # of epsilon; a change that lowers it by less is not worth a line
@@ -39,15 +38,6 @@ _NAMES = {
     BatchOrder.SHUFFLED_ONCE: "shuffled_once (an order that is kept secret)",
     BatchOrder.FULL: "full",
 }
-
-
-def with_changes(
-    guarantee: Guarantee, event: dp_accounting.DpEvent, relation: NeighboringRelation
-) -> Guarantee:
-    """The guarantee of a run, which can then say what would lower its epsilon."""
-    if not isinstance(event, LastIterateDpEvent):
-        return guarantee
-    return attrs.evolve(guarantee, changes=functools.partial(single_changes, event, relation))
 
 
 def single_changes(

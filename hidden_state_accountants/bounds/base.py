@@ -186,7 +186,7 @@ class HiddenStateBound(Bound):
     def at_a_glance(self, event: LastIterateDpEvent) -> Unmet:
         """The order of the batches, the class of the loss, and the domain."""
         return [
-            *conditions.batch_order(event.batch_order, self.orders),
+            *conditions.batch_order(event, self.orders),
             *(conditions.linear_modulus(event.loss) if self.is_linear else ()),
             *(conditions.hoelder_gradient(event.loss) if self.is_hoelder else ()),
             *(conditions.bounded_domain(event) if self.needs_domain else ()),

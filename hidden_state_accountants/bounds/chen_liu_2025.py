@@ -19,7 +19,6 @@ from hidden_state_accountants.bounds.base import PUBLISHED, SOUND, Bound, Citati
 from hidden_state_accountants.bounds.chourasia_2021 import log_sobolev_step
 from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
 from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
-from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.guarantee import Assumption, Topic
@@ -136,10 +135,9 @@ class BlockCoordinate(Bound):
 
     def conditions(self, event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Unmet:
         """Neighbours that fixed batches admit, and equal batches; the paper's needs L_F."""
-        order = BatchOrder.FULL if event.batches_per_epoch == 1 else BatchOrder.CYCLIC
         return [
-            *neighboring_relation(order, relation),
-            *equal_batches(order, event.batch_size, event.dataset_size),
+            *neighboring_relation(event, relation),
+            *equal_batches(event),
             *unless(
                 self.sound or _published_update_lipschitz(event) is not None,
                 "Lipschitz constant of the update",

@@ -31,12 +31,7 @@ from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import same_in_all_steps, values_and_counts
 from hidden_state_accountants.guarantee import Assumption, Guarantee
-from hidden_state_accountants.process.conditions import (
-    Unmet,
-    equal_batches,
-    relation_of_run,
-    released_curvature,
-)
+from hidden_state_accountants.process.conditions import Unmet, batches
 
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _MANY_LEVELS = 100  # of noise, which are then rounded to fewer: a larger mu is less private
@@ -60,11 +55,7 @@ class Composition(Bound):
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """Neighbours that the order of the batches admits, and equal batches."""
-        return [
-            *relation_of_run(event, relation),
-            *equal_batches(event.batch_order, event.batch_size, event.dataset_size),
-            *released_curvature(event, relation),
-        ]
+        return batches(event, relation)
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The composed steps."""

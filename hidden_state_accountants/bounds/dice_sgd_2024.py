@@ -97,11 +97,7 @@ class DiceSgd(Bound):
         """Neighbours that the order of the batches admits, and equal batches."""
         if not self.sound:
             return _unmet_by_theorem_3_7(event, relation)
-        order = event.batch_order
-        return [
-            *neighboring_relation(order, relation),
-            *equal_batches(order, event.batch_size, event.dataset_size),
-        ]
+        return [*neighboring_relation(event, relation), *equal_batches(event)]
 
     def prove(self, event: DiceSgdDpEvent, relation: NeighboringRelation) -> Proof:
         """A budget for the error, or what the paper claims."""
@@ -146,8 +142,8 @@ def _unmet_by_theorem_3_7(event: DiceSgdDpEvent, relation: NeighboringRelation) 
     needed = f"clip_norm = {c1:g}" if event.automatic else f">= clip_norm = {c1:g}"
     is_large_enough = c1 == c2 if event.automatic else c1 <= c2
     return [
-        *batch_order(event.batch_order, (BatchOrder.POISSON,)),
-        *neighboring_relation(event.batch_order, relation, _OF_THE_PAPER),
+        *batch_order(event, (BatchOrder.POISSON,)),
+        *neighboring_relation(event, relation, _OF_THE_PAPER),
         *unless(
             event.sampling_rate is None, "sampling rate", "batch_size / dataset_size", f"{rate:g}"
         ),

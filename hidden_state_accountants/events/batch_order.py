@@ -7,7 +7,6 @@ import math
 from typing import Any
 
 from dp_accounting import NeighboringRelation
-from scipy import stats
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.events.plain_types import PlainEvent
@@ -59,18 +58,6 @@ def unmet_relation(order: BatchOrder, relation: NeighboringRelation) -> str | No
     return None
 
 
-def unequal_batches(order: BatchOrder, batch_size: int, dataset_size: int) -> str | None:
-    """The reason why no theorem covers an order that cannot deal equal batches, or None."""
-    rest = dataset_size % batch_size
-    if not rest or order not in EPOCH_ORDERS:
-        return None
-    return (
-        f"{order.name} batches need a batch_size that divides dataset_size: got {batch_size} and "
-        f"{dataset_size}, which leaves {rest} records over. To drop {rest} records declare "
-        f"dataset_size={dataset_size - rest}."
-    )
-
-
 def parse_sampling_rate(order: BatchOrder, rate: Any) -> float | None:
     """The declared sampling rate of a run, checked.
 
@@ -104,22 +91,6 @@ def batches_per_pass(batch_size: int, dataset_size: int, sampling_rate: float | 
 def rate_text(sampling_rate: float | None) -> str:
     """What to say after "b of n records" of batches drawn at a rate other than b/n."""
     return "" if sampling_rate is None else f", each drawn at a rate of {sampling_rate:.8g}"
-
-
-def overfull_delta(
-    relation: NeighboringRelation,
-    rate: float,
-    dataset_size: int,
-    num_steps: int,
-    most_terms: int,
-) -> float:
-    """Bound on the probability that a POISSON batch with the record ever exceeds `most_terms`.
-
-    T * P(Binomial(n - 1, q) >= most_terms), n the size of the larger data set, q the rate.
-    """
-    others = dataset_size - (relation is not NeighboringRelation.ADD_OR_REMOVE_ONE)
-    tail = stats.binom.sf(most_terms - 1, others, rate)
-    return min(1.0, num_steps * float(tail))
 
 
 def parse_batch_order(value: Any) -> BatchOrder:
@@ -161,3 +132,18 @@ class DealtEvent(PlainEvent):
     def batches_per_epoch(self) -> int:
         """The number of batches of one pass over the data (1 for FULL)."""
         return batches_per_pass(self.batch_size, self.dataset_size, self.sampling_rate)
+
+    def unmet_relation(self, relation: NeighboringRelation) -> str | None:
+        """The reason why no theorem covers the run under `relation`, or None."""
+        return unmet_relation(self.batch_order, relation)
+
+    def unequal_batches(self) -> str | None:
+        """The reason why no theorem covers batches that the order cannot deal equal, or None."""
+        rest = self.dataset_size % self.batch_size
+        if not rest or self.batch_order not in EPOCH_ORDERS:
+            return None
+        return (
+            f"{self.batch_order.name} batches need a batch_size that divides dataset_size: got "
+            f"{self.batch_size} and {self.dataset_size}, which leaves {rest} records over. To drop "
+            f"{rest} records declare dataset_size={self.dataset_size - rest}."
+        )

@@ -81,7 +81,6 @@ class BlockCoordinateDpEvent(DealtEvent):
     """
 
     tables: ClassVar = {"noise_variance": Schedule, "block_loss": LossGeometry}
-    batch_order = BatchOrder.CYCLIC
     sampling_rate = None
 
     step_size: float = attrs.field(validator=validate.MAGNITUDE)
@@ -124,6 +123,11 @@ class BlockCoordinateDpEvent(DealtEvent):
                 )
             value = array.ravel()
         return parse_schedule("noise_variance", value, self.num_steps)
+
+    @property
+    def batch_order(self) -> BatchOrder:  # type: ignore[override]
+        """Fixed batches in a fixed order."""
+        return BatchOrder.FULL if self.batch_size == self.dataset_size else BatchOrder.CYCLIC
 
     @property
     def num_steps(self) -> int:

@@ -19,17 +19,15 @@ import attrs
 import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
+from scipy import stats
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import (
     BatchOrder,
     DealtEvent,
-    overfull_delta,
     parse_batch_order,
     sensitivity_in_clip_norms,
-    unequal_batches,
-    unmet_relation,
 )
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.schedule import (
@@ -215,7 +213,7 @@ class LastIterateDpEvent(DealtEvent):
                 "with one that has no gradient, it is another record and not none. Use "
                 "NeighboringRelation.REPLACE_ONE."
             )
-        return unmet_relation(self.batch_order, relation)
+        return super().unmet_relation(relation)
 
     @property
     def has_schedules(self) -> bool:
@@ -280,9 +278,7 @@ class LastIterateDpEvent(DealtEvent):
                 batches with a cap: `LastIterateAccountant` adds its delta).
         """
         order, relation = self.batch_order, validate.neighboring_relation(neighboring_relation)
-        unmet = self.unmet_relation(relation) or unequal_batches(
-            order, self.batch_size, self.dataset_size
-        )
+        unmet = self.unmet_relation(relation) or self.unequal_batches()
         if unmet:
             raise UnsupportedRunError(unmet)
         if self.record_position is not None:
@@ -367,8 +363,11 @@ class LastIterateDpEvent(DealtEvent):
         return self.overfull_delta(relation, self.max_batch_size)
 
     def overfull_delta(self, relation: NeighboringRelation | str, most_terms: int) -> float:
-        """Bounds the probability that a POISSON batch with the record exceeds `most_terms`."""
-        relation = validate.neighboring_relation(relation)
-        return overfull_delta(
-            relation, self.sampling_probability, self.dataset_size, self.num_steps, most_terms
-        )
+        """Bounds the probability that a POISSON batch with the record ever exceeds `most_terms`.
+
+        T * P(Binomial(n - 1, q) >= most_terms), n the size of the larger data set, q the rate.
+        """
+        adds = validate.neighboring_relation(relation) is NeighboringRelation.ADD_OR_REMOVE_ONE
+        others = self.dataset_size - (not adds)
+        tail = stats.binom.sf(most_terms - 1, others, self.sampling_probability)
+        return min(1.0, self.num_steps * float(tail))

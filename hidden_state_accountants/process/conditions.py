@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 import attrs
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants.events.batch_order import BatchOrder, unequal_batches, unmet_relation
+from hidden_state_accountants.events.batch_order import BatchOrder, DealtEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 
@@ -48,56 +48,42 @@ def _any_of(names: Collection[BatchOrder] | Collection[NeighboringRelation]) -> 
     return " or ".join(name.name for name in names)
 
 
-def batch_order(order: BatchOrder, orders: Collection[BatchOrder]) -> Unmet:
+def batch_order(event: DealtEvent, orders: Collection[BatchOrder]) -> Unmet:
     """The batches are dealt in one of `orders`."""
+    order = event.batch_order
     return unless(order in orders, "batch order", f"{_any_of(orders)} batches", order.name)
 
 
 def neighboring_relation(
-    order: BatchOrder,
-    relation: NeighboringRelation,
-    relations: Collection[NeighboringRelation] = tuple(NeighboringRelation),
-) -> Unmet:
-    """The relation makes sense for the order of the batches, and is one of `relations`."""
-    return _relation(unmet_relation(order, relation), relation, relations)
-
-
-def relation_of_run(
-    event: LastIterateDpEvent,
+    event: DealtEvent,
     relation: NeighboringRelation,
     relations: Collection[NeighboringRelation] = tuple(NeighboringRelation),
 ) -> Unmet:
     """The relation makes sense for the batches and records of a run; is one of `relations`."""
-    return _relation(event.unmet_relation(relation), relation, relations)
-
-
-def _relation(
-    reason: str | None, relation: NeighboringRelation, relations: Collection[NeighboringRelation]
-) -> Unmet:
+    reason = event.unmet_relation(relation)
     if reason is None and relation not in relations:
         reason = _any_of(relations)
     return unless(reason is None, "neighboring relation", reason or "", relation.name)
 
 
-def equal_batches(order: BatchOrder, batch_size: int, dataset_size: int) -> Unmet:
+def equal_batches(event: DealtEvent) -> Unmet:
     """Every batch of an epoch has the same number of records."""
-    reason = unequal_batches(order, batch_size, dataset_size)
-    rest = f"a remainder of {dataset_size % batch_size}"
+    reason = event.unequal_batches()
+    rest = f"a remainder of {event.dataset_size % event.batch_size}"
     return unless(reason is None, "equal batches", reason or "", rest)
 
 
 def batches(
     event: LastIterateDpEvent,
     relation: NeighboringRelation,
-    orders: Collection[BatchOrder],
+    orders: Collection[BatchOrder] = tuple(BatchOrder),
     relations: Collection[NeighboringRelation] = tuple(NeighboringRelation),
 ) -> Unmet:
     """All that is asked of the batches of a run and of its neighbours."""
-    order = event.batch_order
     return [
-        *batch_order(order, orders),
-        *relation_of_run(event, relation, relations),
-        *equal_batches(order, event.batch_size, event.dataset_size),
+        *batch_order(event, orders),
+        *neighboring_relation(event, relation, relations),
+        *equal_batches(event),
         *released_curvature(event, relation),
     ]
 

@@ -17,7 +17,7 @@ import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.advice import with_changes
+from hidden_state_accountants.accountants import with_changes
 from hidden_state_accountants.best_bound import best_guarantee, check_covered
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder

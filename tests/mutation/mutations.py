@@ -1043,15 +1043,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "*BatchOrder)",
             ),
             "unequal_batches_are_accepted": (
-                "rest = dataset_size % batch_size",
-                "rest = 0 * dataset_size % batch_size",
-            ),
-        },
-        "core/test_engine_details.py": {
-            "cap_delta_of_one_step": ("min(1.0, num_steps * float(tail))", "min(1.0, float(tail))"),
-            "cap_delta_off_by_one": (
-                "stats.binom.sf(most_terms - 1,",
-                "stats.binom.sf(most_terms,",
+                "rest = self.dataset_size % self.batch_size",
+                "rest = 0 * self.dataset_size % self.batch_size",
             ),
         },
     },
@@ -1107,6 +1100,14 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
         "core/test_engine_details.py": {
+            "cap_delta_of_one_step": (
+                "min(1.0, self.num_steps * float(tail))",
+                "min(1.0, float(tail))",
+            ),
+            "cap_delta_off_by_one": (
+                "stats.binom.sf(most_terms - 1,",
+                "stats.binom.sf(most_terms,",
+            ),
             "sampled_steps_of_equal_noise_count_once": (
                 "self._sampled(float(value)), int(count)",
                 "self._sampled(float(value)), int(count > 0)",
