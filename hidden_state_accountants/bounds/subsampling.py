@@ -68,8 +68,6 @@ from hidden_state_accountants.process.noisy_process import (
     sampled_process,
 )
 
-_FAILURE = 1e-12  # of what is planned about the sizes of batches: added to delta
-_SMALLER_FAILURE = 1e-18  # of a second plan, for deltas at which the first one says little
 _MOST_NOISE_LEVELS = 8
 _NEGLIGIBLE = 1e-2  # beside the probability that a window does not cover
 _TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal ones is looked at
@@ -78,7 +76,23 @@ _NEARLY_FORGOTTEN = 1e-2
 _MANY = 2**12  # equal steps for which shorter runs are planned
 _MOST_PLANS = 64
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
-_DELTA = 1e-5  # where windows are compared; they are about as good for others
+_SMALL_DELTA = 1e-7  # from here on a second plan counts beside the first one
+
+
+@attrs.frozen
+class Target:
+    """What a run is planned for.
+
+    Attributes:
+        delta: Where windows are compared; they are about as good for others.
+        failure: The probability that the sizes of the batches may be others: added to delta.
+    """
+
+    delta: float
+    failure: float
+
+
+USUAL, FOR_SMALL_DELTAS = Target(1e-5, 1e-12), Target(1e-10, 1e-18)
 
 
 @attrs.frozen
@@ -117,23 +131,23 @@ class Subsampling(HiddenStateBound):
         ]
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
-        """The best window found, segment by segment, of every plan."""
-        curve = _curve(event, relation, _FAILURE)
-        if isinstance(curve, CurveWithDelta) and curve.extra <= _FAILURE:  # as planned
-            smaller = functools.partial(_curve, event, relation, _SMALLER_FAILURE)
-            curve = best_curve([curve, CurveForSmallDeltas(curve, smaller)])
+        """The best window found, segment by segment, of both plans."""
+        curve = _curve(event, relation, USUAL)
+        if not isinstance(curve, CurveWithDelta) or curve.extra <= USUAL.failure:  # as planned
+            small = functools.partial(_curve, event, relation, FOR_SMALL_DELTAS)
+            curve = best_curve([curve, CurveForSmallDeltas(curve, _SMALL_DELTA, small)])
         return Proof(curve=curve, theorem=f"{self.citation.of('Theorem C')}, sampled batches")
 
 
-def _curve(event: LastIterateDpEvent, relation: NeighboringRelation, failure: float) -> Curve:
-    run = _planned(event, relation, failure)
+def _curve(event: LastIterateDpEvent, relation: NeighboringRelation, target: Target) -> Curve:
+    run = _planned(event, relation, target)
     return with_delta(run.released_curve(event), run.failure)
 
 
 def _planned(
-    event: LastIterateDpEvent, relation: NeighboringRelation, failure: float = _FAILURE
+    event: LastIterateDpEvent, relation: NeighboringRelation, target: Target = USUAL
 ) -> _SampledRun:
-    """What is planned about a run, and may fail with this probability.
+    """What is planned about a run.
 
     Equal steps are planned up to the next power of two, so that a run that goes on keeps its plan.
     (Not if there is a cap, which acts with a probability that counts.)
@@ -141,22 +155,22 @@ def _planned(
     steps = event.num_steps
     if not event.has_schedules and event.max_batch_size is None:
         steps = 2 ** math.ceil(math.log2(steps))
-    return _run_of(attrs.evolve(event, num_steps=steps, release_steps=()), relation, failure)
+    return _run_of(attrs.evolve(event, num_steps=steps, release_steps=()), relation, target)
 
 
 def _run_of(
-    event: LastIterateDpEvent, relation: NeighboringRelation, failure: float
+    event: LastIterateDpEvent, relation: NeighboringRelation, target: Target
 ) -> _SampledRun:
     """Kept where all steps are equal; the arrays of a schedule can take a gigabyte."""
     make = _SampledRun.of if event.has_schedules else _equal_steps
-    return make(event, relation, failure)
+    return make(event, relation, target)
 
 
 @functools.lru_cache(maxsize=16)
 def _equal_steps(
-    event: LastIterateDpEvent, relation: NeighboringRelation, failure: float
+    event: LastIterateDpEvent, relation: NeighboringRelation, target: Target
 ) -> _SampledRun:
-    return _SampledRun.of(event, relation, failure)
+    return _SampledRun.of(event, relation, target)
 
 
 @functools.lru_cache(maxsize=16)
@@ -213,7 +227,7 @@ class _SampledRun:
         process: With the moduli of the largest batch.
         stretching: Bounds on products of moduli.
         failure: The probability that the batches are not as planned.
-        allowed: What it was to be at most, if there is no cap.
+        target: What they are planned for.
     """
 
     event: LastIterateDpEvent
@@ -221,33 +235,33 @@ class _SampledRun:
     process: NoisyProcess
     stretching: Stretching
     failure: float
-    allowed: float
+    target: Target
 
     @classmethod
     def of(
-        cls, event: LastIterateDpEvent, relation: NeighboringRelation, allowed: float = _FAILURE
+        cls, event: LastIterateDpEvent, relation: NeighboringRelation, target: Target = USUAL
     ) -> _SampledRun:
         """The plan: half of what may fail is for the sizes, half for products of moduli."""
         if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
             process = sampled_process(event, relation, event.batch_size)
             stretching = Stretching.of_moduli(process.contraction, process.is_constant)
-            return cls(event, relation, process, stretching, 0.0, allowed)
-        sizes = BatchSizes.of(event, relation, allowed / 2)
+            return cls(event, relation, process, stretching, 0.0, target)
+        sizes = BatchSizes.of(event, relation, target.failure / 2)
         process = sampled_process(event, relation, sizes.largest)
         lines = modulus_lines(event, relation, sizes)
         if lines is None:
             stretching = Stretching.of_moduli(process.contraction, process.is_constant)
             failure = event.overfull_delta(relation, sizes.largest)
-            return cls(event, relation, process, stretching, failure, allowed)
+            return cls(event, relation, process, stretching, failure, target)
         stretching = Stretching.of_sizes(
-            process.contraction, lines, sizes, allowed / 2, process.is_constant
+            process.contraction, lines, sizes, target.failure / 2, process.is_constant
         )
-        failure = sizes.failure + allowed / 2
-        return cls(event, relation, process, stretching, failure, allowed)
+        failure = sizes.failure + target.failure / 2
+        return cls(event, relation, process, stretching, failure, target)
 
     def released_curve(self, event: LastIterateDpEvent) -> Curve:
         """All segments between the releases of a run that is as planned, composed."""
-        if not np.isfinite(record_mus(event)).all():
+        if not np.isfinite(values_and_counts(record_mus(event))[0]).all():
             return GaussianCurve(math.inf)
         if not event.release_steps:
             return self._best(0, event.num_steps, composed_steps(event, self.relation))
@@ -287,17 +301,17 @@ class _SampledRun:
             return None
         length = min(plan.length, len(steps.step_mu) - 1)  # planned for no fewer steps
         plan = Plan(length, min(plan.shifted, length), plan.beta)
-        plan = moved(plan, steps, step_profile(self.event, self.relation), _DELTA)
+        plan = moved(plan, steps, step_profile(self.event, self.relation), self.target.delta)
         return self.curve_of(window_of(steps, plan))
 
     def _for_plans(self) -> _SampledRun:
         """A run of many more steps, so that runs of all lengths have the same plans."""
         if self.event.max_batch_size is not None or self.event.num_steps >= _MANY:
             return self
-        return _equal_steps(attrs.evolve(self.event, num_steps=_MANY), self.relation, self.allowed)
+        return _equal_steps(attrs.evolve(self.event, num_steps=_MANY), self.relation, self.target)
 
     def plan_of_equal(self, num_steps: int) -> Plan | None:
-        """That of the next power of two, or of a run that has just forgotten its start.
+        """That of the next power of two, or of all steps if they have forgotten their start.
 
         Few plans are searched for, so that a run that goes on is not searched after each epoch.
         What holds with a plan for a longer run holds for a shorter one, whose distance is no
@@ -305,7 +319,7 @@ class _SampledRun:
         """
         memory = self._looked_at(self.process.num_steps, _NEARLY_FORGOTTEN)[0]
         longer = 2 ** math.ceil(math.log2(max(2, num_steps)))
-        return self.plan(0, min(longer, memory))
+        return self.plan(0, longer if longer <= memory else self.process.num_steps)
 
     def plan(self, start: int, stop: int, known: SampledSteps | None = None) -> Plan | None:
         """A window that is about the best in a segment; None if the whole segment is better.
@@ -319,16 +333,16 @@ class _SampledRun:
         event = _with_noise(self.event, factor)
 
         def search() -> Plan | None:
-            steps = self.segment(start, stop) if known is None else known
+            steps = self.segment(start, stop, _NEARLY_FORGOTTEN) if known is None else known
             noise_std, step_mu = steps.noise_std * factor, steps.step_mu / factor
             scaled = attrs.evolve(steps, noise_std=noise_std, step_mu=step_mu)
-            return best_plan(scaled, step_profile(event, self.relation), _DELTA)
+            return best_plan(scaled, step_profile(event, self.relation), self.target.delta)
 
-        return _PLANS.of((hash(event), self.relation, self.allowed, start, stop), search)
+        return _PLANS.of((hash(event), self.relation, self.target, start, stop), search)
 
-    def segment(self, start: int, stop: int) -> SampledSteps:
+    def segment(self, start: int, stop: int, forgotten: float = _FORGOTTEN) -> SampledSteps:
         """The steps between two releases; the last ones, if many equal ones are before them."""
-        looked_at, initial = self._looked_at(stop - start)
+        looked_at, initial = self._looked_at(stop - start, forgotten)
         before, steps = stop - start - looked_at, slice(stop - looked_at, stop)
         sensitivity = self.process.sensitivity[steps]
         return SampledSteps(

@@ -25,7 +25,6 @@ from hidden_state_accountants.curves.renyi import (
 )
 
 _RELIABLE = 100.0  # times the mass of infinite losses: Renyi divergences are not below such deltas
-_LITTLE = 100.0  # times the failure of a curve: a smaller delta is used up by it
 _DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
 
@@ -287,14 +286,16 @@ class CurveWithDelta(Curve):
 
 @attrs.frozen(eq=False, slots=False)
 class CurveForSmallDeltas(Curve):
-    """A curve that is worked out only at deltas so small that another one says little or nothing.
+    """A curve that is worked out only at deltas for which another one is not made.
 
     Attributes:
-        other: The one that may fail.
+        other: The one for larger deltas.
+        largest: The largest delta.
         make: Makes this one.
     """
 
-    other: CurveWithDelta
+    other: Curve
+    largest: float
     make: Callable[[], Curve]
 
     @functools.cached_property
@@ -302,21 +303,17 @@ class CurveForSmallDeltas(Curve):
         """This curve, at all deltas."""
         return self.make()
 
-    @property
-    def _largest_delta(self) -> float:
-        return _LITTLE * self.other.extra
-
     def epsilon(self, delta: float) -> float:
-        if delta > self._largest_delta:
+        if delta > self.largest:
             return math.inf
         # No smaller one at a smaller delta, whichever of the two curves is read off.
-        return max(self.made.epsilon(delta), self.other.epsilon(self._largest_delta))
+        return max(self.made.epsilon(delta), self.other.epsilon(self.largest))
 
     def least_epsilon(self, delta: float) -> float:
-        return math.inf if delta > self._largest_delta else self.made.least_epsilon(delta)
+        return math.inf if delta > self.largest else self.made.least_epsilon(delta)
 
     def delta(self, epsilon: float) -> float:
-        if self.other.delta(epsilon) > self._largest_delta:
+        if self.other.delta(epsilon) > self.largest:
             return 1.0
         return self.made.delta(epsilon)
 

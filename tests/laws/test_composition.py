@@ -190,7 +190,7 @@ def test_a_long_run_of_random_batches_composes(order, relation, once, twice, bes
     parts = ([(event, 1)], [(event, 2)], [(event, 1), (dp_accounting.GaussianDpEvent(100.0), 1)])
     found = [accountant_of(part, relation).get_epsilon(1e-5) for part in parts]
     # Windows are compared roughly: of those that are about as good another one may be found.
-    assert found == pytest.approx([once, twice, beside], rel=2e-3)
+    assert found == pytest.approx([once, twice, beside], rel=3e-3)
     assert found[1] == pytest.approx(export.get_epsilon_for_delta(1e-5), rel=1e-3)
     tiny = accountant_of([(event, 2)], relation)
     assert tiny.get_epsilon(1e-12) < 2.3 * tiny.get_epsilon(1e-5)  # hidden iterates still count

@@ -734,14 +734,18 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         "theorems/test_random_distance.py": {
             "what_was_planned_never_fails": (
                 "return with_delta(run.released_curve(event), run.failure)",
-                "return CurveWithDelta(run.released_curve(event), 0.0)",
+                "return with_delta(run.released_curve(event), 0.0)",
             ),
             "second_plan_is_the_first_one": (
-                "smaller = functools.partial(_curve, event, relation, _SMALLER_FAILURE)",
-                "smaller = functools.partial(_curve, event, relation, _FAILURE)",
+                "small = functools.partial(_curve, event, relation, FOR_SMALL_DELTAS)",
+                "small = functools.partial(_curve, event, relation, USUAL)",
+            ),
+            "long_runs_are_planned_as_short_ones": (
+                "self.plan(0, longer if longer <= memory else self.process.num_steps)",
+                "self.plan(0, min(longer, memory))",
             ),
             "products_of_moduli_never_fail": (
-                "failure = sizes.failure + allowed / 2",
+                "failure = sizes.failure + target.failure / 2",
                 "failure = sizes.failure",
             ),
         },

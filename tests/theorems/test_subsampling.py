@@ -18,7 +18,7 @@ from hidden_state_accountants.bounds.composition import record_mus
 from hidden_state_accountants.bounds.solvers.sampled_windows import Plan, SampledSteps, Windows
 from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
-from hidden_state_accountants.bounds.subsampling import _SampledRun
+from hidden_state_accountants.bounds.subsampling import USUAL, _SampledRun
 from hidden_state_accountants.curves.base import alternatives
 from hidden_state_accountants.curves.by_profile import SampledCurve, replaced_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
@@ -208,7 +208,7 @@ class TestBatchSizes:
 
     def test_moduli_of_single_steps_are_those_of_the_largest_batch(self):
         event = probe_run(batch_order="poisson")
-        c = _SampledRun.of(event, SPECIAL, 1e-12).process.contraction[0]
+        c = _SampledRun.of(event, SPECIAL, USUAL).process.contraction[0]
         sizes = BatchSizes.of(event, SPECIAL, 5e-13)
         assert c == sampled_process(event, SPECIAL, sizes.largest).contraction[0]
         assert c > 1.01 * sampled_process(event, SPECIAL, event.batch_size).contraction[0]

@@ -26,12 +26,13 @@ _SPLITS_PER_DOUBLING = 4  # of beta / (1 - beta): few values, so that steps repe
 _SHARES = (1.0, 0.2)  # of the steps of a window, how many carry shifts
 _LENGTHS = 3  # of windows, per factor of 4
 # Factors of a coordinate, and moves of the split at the same time: of a search, and after it.
-_LONG_MOVES, _SHORT_MOVES = ((1.4, 2), (1.2, 1)), ((1.1, 1), (1.05, 1), (1.02, 1))
-_ENOUGH = 1e-4  # relative: what a move has to gain
+_LONG_MOVES, _SHORT_MOVES = ((1.4, 2), (1.2, 1)), ((1.1, 1), (1.03, 1))
+_ENOUGH = 2e-4  # relative: what a move has to gain
 _PROMISING = 1.15  # times the epsilon of the whole segment: moves may still win
 _STEP = 8.0  # between the scales of epsilon that are tried
+_SMALLER, _SMALLEST_DELTA = 1e-3, 1e-11  # deltas to compare at where the best epsilon is 0
 _FINE = (160, 400)  # precision and number of levels of the law of the distance
-_ROUGH, _FEW_LEVELS = 40, 32  # of a rough one
+_ROUGH, _FEW_LEVELS = 20, 24  # of a rough one
 _SHARE_UP = 0.25  # of a cell, by which levels of a rough one are too large on average
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
 _LATE = 2**11  # coins that are looked at first
@@ -97,13 +98,16 @@ def best_plan(
     Args:
         steps: The segment.
         profile_of: The sampled mechanism of a step, by its mu.
-        delta: Where the candidates are compared.
+        delta: Where the candidates are compared, or a smaller one if the best epsilon is 0 there.
     """
     windows = Windows(attrs.evolve(steps, stretching=steps.stretching.rough()))
     if windows.total < 2 and not steps.before:
         return None
     plan: Plan | None = None
     whole = scale = _scale_of(windows.whole(), profile_of, delta)
+    if whole and steps.before:  # that of any window is nearer to the smallest one
+        late = windows.rough(Plan(windows.total - 1, windows.total - 1, split(_SPLITS[0])))
+        scale = min(whole, _scale_of(late, profile_of, delta) or whole)
     epsilon = math.inf
     while scale > 0:
         search = _Search(windows, QuickLosses(profile_of, delta, scale))
@@ -115,6 +119,8 @@ def best_plan(
         if epsilon == 0 or epsilon > scale / 3:
             break
         scale = max(epsilon, scale / _STEP)  # what is far below the scale is not read off well
+    if plan and epsilon == 0 and delta > _SMALLEST_DELTA:  # many windows are as good there
+        return best_plan(steps, profile_of, delta * _SMALLER) or plan
     return plan if epsilon < whole else None
 
 
