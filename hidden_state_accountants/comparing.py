@@ -35,8 +35,8 @@ from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.guarantee import group_guarantee
-from hidden_state_accountants.plotting import check_path, draw
+from hidden_state_accountants.guarantee import group_guarantee, relation_in_words
+from hidden_state_accountants.plotting import check_path, draw_epsilons
 from hidden_state_accountants.process.groups import run_of_groups
 
 Progress = Callable[[str], None]
@@ -105,8 +105,7 @@ class Comparison:
     @property
     def relation(self) -> str:
         """The relation of every row in words, with the size of groups."""
-        groups = f", groups of {self.group_size}" if self.group_size > 1 else ""
-        return f"{self.neighboring_relation.name}{groups}"
+        return relation_in_words(self.neighboring_relation, self.group_size)
 
     def rows_of(self, run: str) -> dict[str, list[Row]]:
         """The rows of a run by accountant, one for each delta."""
@@ -224,15 +223,7 @@ class Comparison:
                     found.setdefault(key, []).append((epochs, row.epsilon))
             if progress is not None:
                 progress(f"plot: point {index} of {len(points)}")
-        draw(
-            lines,
-            path,
-            title="Epsilon of a training run, by accountant\n"
-            f"(delta = {delta:g}, neighboring relation {self.relation}; lower is better; dashed: "
-            "NOT PROVEN; dotted: ANOTHER ALGORITHM)",
-            x_label="epochs (the run is cut off there and its iterate released)",
-            y_label=f"epsilon at delta = {delta:g}",
-        )
+        draw_epsilons(lines, path, delta, self.relation)
 
 
 def compare(

@@ -143,9 +143,9 @@ class Guarantee:
         return self.group_size > 1
 
     @property
-    def _relation(self) -> str:
-        groups = f", groups of {self.group_size}" if self.is_of_groups else ""
-        return f"{self.neighboring_relation.name}{groups}"
+    def relation(self) -> str:
+        """The relation in words, with the size of groups."""
+        return relation_in_words(self.neighboring_relation, self.group_size)
 
     @property
     def mu(self) -> float | None:
@@ -319,7 +319,7 @@ class Guarantee:
 
     def _facts(self, *deltas: float) -> list[tuple[str, str]]:
         """What is proved, as label and text."""
-        facts = [("theorem", self.theorem), ("neighboring relation", self._relation)]
+        facts = [("theorem", self.theorem), ("neighboring relation", self.relation)]
         if self.is_of_groups:
             facts.append(("groups", f"data sets that differ in up to {self.group_size} records"))
         if self.mu is not None:
@@ -376,7 +376,7 @@ class Guarantee:
         caveat = ", NOT PROVEN" if self.caveat else ""
         return (
             f"<Guarantee: {mu}epsilon = {epsilon} at delta = {_DELTA:g}, "
-            f"{self._relation}{scope}{caveat}; {self.theorem}>"
+            f"{self.relation}{scope}{caveat}; {self.theorem}>"
         )
 
     def _repr_html_(self) -> str:
@@ -390,6 +390,11 @@ class Guarantee:
     def cite(self) -> str:
         """BibTeX of the papers behind the theorems that were used, and of this package."""
         return bibtex(self.citations)
+
+
+def relation_in_words(relation: NeighboringRelation, group_size: int) -> str:
+    """Its name, with the size of groups."""
+    return relation.name + (f", groups of {group_size}" if group_size > 1 else "")
 
 
 def group_guarantee(guarantee: Guarantee, size: int) -> Guarantee:

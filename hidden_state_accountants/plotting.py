@@ -14,7 +14,6 @@ from hidden_state_accountants.figures import text_up
 _COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255",
            "#999933", "#44AA99")  # fmt: skip
 _MARKERS = "osD^vPX<>*p"
-_Points = Sequence[tuple[float, float]]
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -49,23 +48,20 @@ def check_path(path: str | os.PathLike[str]) -> None:
         raise ValueError(f"Expected a folder for the plot, got {str(place.parent)!r}.")
 
 
-def draw(
-    panels: Mapping[str, Mapping[tuple[str, str], _Points]],
+def draw_epsilons(
+    panels: Mapping[str, Mapping[tuple[str, str], Sequence[tuple[float, float]]]],
     path: str | os.PathLike[str],
-    *,
-    title: str,
-    x_label: str,
-    y_label: str,
+    delta: float,
+    relation: str,
 ) -> None:
-    """Lines between logarithmic axes, one panel beside or below the other.
+    """Epsilon against epochs between logarithmic axes, one panel for each run.
 
     Args:
-        panels: The (x, y) points of lines by name and style of matplotlib, by title. Lines of one
-            name have one colour.
+        panels: The (epochs, epsilon) of lines by name and style of matplotlib, by title. Lines of
+            one name have one colour.
         path: Of the picture.
-        title: Above all panels.
-        x_label: Of every panel.
-        y_label: Of every panel.
+        delta: Of the epsilons.
+        relation: In words.
     """
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
@@ -75,15 +71,23 @@ def draw(
     axes = figure.subplots(rows, columns, squeeze=False).flat
     names = list(dict.fromkeys(name for lines in panels.values() for name, _ in lines))
     for (heading, lines), axis in zip(panels.items(), axes, strict=False):
-        axis.set(title=heading, xlabel=x_label, ylabel=y_label, xscale="log", yscale="log")
+        axis.set(
+            title=heading,
+            xlabel="epochs (the run is cut off there and its iterate released)",
+            ylabel=f"epsilon at delta = {delta:g}",
+            xscale="log",
+            yscale="log",
+        )
         axis.grid(True, which="both", alpha=0.25)
-        drawn = {
-            line: [(x, y) for x, y in points if 0 < y < math.inf] for line, points in lines.items()
-        }
+        drawn = [
+            (name, style, finite)
+            for (name, style), points in lines.items()
+            if (finite := [(x, y) for x, y in points if 0 < y < math.inf])
+        ]
         # The legend in the order of the lines; of lines on top of each other all are seen.
-        ranked = sorted((line for line in drawn if drawn[line]), key=lambda n: -drawn[n][-1][1])
-        for rank, (name, style) in enumerate(ranked):
-            points, index = drawn[name, style], names.index(name)
+        drawn.sort(key=lambda line: -line[2][-1][1])
+        for rank, (name, style, points) in enumerate(drawn):
+            index = names.index(name)
             axis.plot(
                 *zip(*points, strict=True),
                 linestyle=style,
@@ -93,12 +97,15 @@ def draw(
                 color=_COLORS[index % len(_COLORS)],
                 label=f"{name}: {text_up(points[-1][1], 3)} at the end",
             )
-        if ranked:
+        if drawn:
             axis.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5))
         for side in (axis.xaxis, axis.yaxis):
             side.set_major_formatter("{x:g}")
             side.set_minor_formatter(LogFormatter())
     for axis in axes:
         axis.set_visible(False)  # the panel that is left over
-    figure.suptitle(title)
+    figure.suptitle(
+        f"Epsilon of a training run, by accountant\n(delta = {delta:g}, neighboring relation "
+        f"{relation}; lower is better; dashed: NOT PROVEN; dotted: ANOTHER ALGORITHM)"
+    )
     figure.savefig(path, dpi=150)

@@ -113,8 +113,7 @@ def guarantee(
         )
         return
     texts = [f"{name} = {_text(name, value)}" for name, value in figures.items()]
-    groups = f", groups of {proved.group_size}" if proved.is_of_groups else ""
-    typer.echo(f"{', '.join(texts)} ({proved.neighboring_relation.name}{groups})")
+    typer.echo(f"{', '.join(texts)} ({proved.relation})")
     typer.echo(f"by {proved.theorem}")
     if proved.caveat:
         typer.echo(f"NOT PROVEN: {' '.join(proved.caveat.split())}")
