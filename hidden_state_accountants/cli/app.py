@@ -93,9 +93,8 @@ def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
         ValueError: There is none of that name, or it does not cover the run. One line says why, not
             the reasons of all bounds: those of the one that is nearest.
     """
-    from hidden_state_accountants import validate
+    from hidden_state_accountants import best_bound, validate
     from hidden_state_accountants.accountants import BoundAccountant
-    from hidden_state_accountants.best_bound import why_none_applies
 
     name, known = accountant.replace("-", "_"), (_LAST_ITERATE, *fields.BOUNDS)
     if name not in known:
@@ -104,18 +103,18 @@ def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
             f"{validate.did_you_mean(name, known)}"
         )
     event, relation, size = found.event, found.neighboring_relation, found.group_size
-    asked = [b for b in hsa.BOUNDS if (b.sound if name == _LAST_ITERATE else b.name == name)]
-    unmet = {b.name: b.check(event, relation) for b in asked if isinstance(event, b.event_type)}
-    if not unmet:
+    if name == _LAST_ITERATE:
+        best_bound.check_covered(event, relation)
+        return lambda: hsa.LastIterateAccountant(relation, group_size=size)
+    bound = next(bound for bound in hsa.BOUNDS if bound.name == name)
+    if not isinstance(event, bound.event_type):
         raise ValueError(
-            f"Expected a {asked[0].event_type.__name__} for --accountant {name}, got a "
+            f"Expected a {bound.event_type.__name__} for --accountant {name}, got a "
             f"{type(event).__name__}."
         )
-    if all(unmet.values()):
-        raise ValueError(f"{name} does not cover this run. {why_none_applies(event, unmet)}")
-    if name == _LAST_ITERATE:
-        return lambda: hsa.LastIterateAccountant(relation, group_size=size)
-    return lambda: BoundAccountant(relation, asked[0], group_size=size)
+    if unmet := bound.check(event, relation):
+        raise ValueError(f"{name} does not cover the run: {'; '.join(map(str, unmet))}")
+    return lambda: BoundAccountant(relation, bound, group_size=size)
 
 
 def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee:
@@ -266,22 +265,19 @@ def compare(
     `hsa compare run.toml --noise-multiplier 4`
     """
     runs = {str(path): run(file=path) for path in files or ()} or {"run": run()}
-    relations = {found.neighboring_relation for found in runs.values()}
-    sizes = {found.group_size for found in runs.values()}
-    for count, what, flag in (
-        (len(relations), "neighboring relation", "--relation"),
-        (len(sizes), "group_size", "--group-size"),
-    ):
-        if count > 1:
-            raise ValueError(
-                f"Expected one {what}, got {count} in the files. Choose one with {flag}."
-            )
+    units = {(found.neighboring_relation, found.group_size) for found in runs.values()}
+    if len(units) > 1:
+        raise ValueError(
+            f"Expected one neighboring relation and group size, got {len(units)} in the files. "
+            "Choose them with --relation and --group-size."
+        )
+    relation, size = units.pop()
     if plot is not None:  # before anything is computed
         hsa.plotting.check_path(plot)
     deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
     events = {label: found.event for label, found in runs.items()}
     with output.progress(quiet) as tell:
-        table = hsa.compare(events, deltas, relations.pop(), group_size=sizes.pop(), progress=tell)
+        table = hsa.compare(events, deltas, relation, group_size=size, progress=tell)
         if plot is not None:
             table.plot(plot, progress=tell)
     if json:
@@ -344,12 +340,12 @@ def explain(
     guarantee = _guarantee(found, accountant, quiet)
     with output.progress(quiet) as tell:
         tell("explain: single changes of the run")
-        lines = guarantee.explain(found.delta).splitlines()
-    if json:
-        figures = {"epsilon": guarantee.epsilon(found.delta), "delta": found.delta}
-        output.guarantee(found, guarantee, {**figures, "explanation": lines}, json)
-    else:
-        typer.echo("\n".join([f"run: {found.event!r}", *lines]))
+        text = guarantee.explain(found.delta)
+    if not json:
+        typer.echo(f"run: {found.event!r}\n{text}")
+        return
+    figures = {"epsilon": guarantee.epsilon(found.delta), "delta": found.delta}
+    output.guarantee(found, guarantee, {**figures, "explanation": text.splitlines()}, json)
 
 
 @app.command()

@@ -100,7 +100,6 @@ def _event(
             f"{validate.did_you_mean(name, kinds)}"
         )
     fields = {field.name: field for field in attrs.fields(kinds[name])}
-    validate.unknown_keys("the run", values, [*fields, "type", "schema", "epochs"])
     values.setdefault("schema", SCHEMA)
     whole = {key for key, field in fields.items() if str(field.type).startswith("int")}
     for key in {*whole, "epochs"} & set(values):
@@ -117,9 +116,7 @@ def _event(
             values.setdefault(key, value)
     _epochs_to_steps(values)
     missing = [k for k, f in fields.items() if f.default is attrs.NOTHING and k not in values]
-    if missing and path is not None:
-        raise ValueError(f"There is no {', '.join(missing)}.")
-    if missing:
+    if missing and path is None:
         names = _names(missing).replace("--num-steps", "--epochs (or --num-steps)")
         raise ValueError(f"Missing {names}. Or describe the run in a file: hsa init run.toml.")
     return kinds[name].from_dict(values)
@@ -162,26 +159,18 @@ def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
             f"Expected loss to be one of none, {', '.join(_LOSSES)}, got {kind!r}."
             f"{validate.did_you_mean(kind, _LOSSES)}"
         )
-    values[key] = _loss(kind, table)
-
-
-def _loss(kind: str, table: dict[str, Any]) -> LossGeometry:
-    """From the arguments of the class method or, in a `to_dict`, of the constructor."""
     needed, others = _parameters(kind)
-    known = {*needed, *others}
-    fields = {field.name for field in attrs.fields(LossGeometry)}
-    is_class = kind in {k.value for k in LossKind} and "weak_convexity" in table
-    if is_class and not set(table) <= known and set(table) <= fields:
-        return LossGeometry(kind=LossKind(kind), **table)
-    unknown = sorted(set(table) - known)
+    if kind in {k.value for k in LossKind} and {"weak_convexity", *needed} < set(table):
+        values[key] = {"kind": kind, **table}  # as in the dictionary form of an event
+        return
+    unknown = sorted(set(table) - {*needed, *others})
     if unknown or not set(needed) <= set(table):
         raise ValueError(
             f"Expected {loss_arguments(kind)} for the loss {kind}, got "
             f"{', '.join(sorted(table)) or 'nothing'}."
-            + "".join(validate.did_you_mean(key, known) for key in unknown)
+            + "".join(validate.did_you_mean(key, [*needed, *others]) for key in unknown)
         )
-    loss: LossGeometry = getattr(LossGeometry, kind)(**table)
-    return loss
+    values[key] = getattr(LossGeometry, kind)(**table)
 
 
 def _parameters(kind: str) -> tuple[list[str], list[str]]:
@@ -199,22 +188,21 @@ def loss_arguments(kind: str) -> str:
 
 
 def _epochs_to_steps(values: dict[str, Any]) -> None:
-    if "epochs" not in values:
+    epochs = values.pop("epochs", None)
+    if epochs is None:
         return
-    epochs = values.pop("epochs")
     if values["type"] == "BlockCoordinateDpEvent":
         values["num_epochs"] = epochs
         return
     if "num_steps" in values:
         raise ValueError("Expected one of epochs and num_steps, got both.")
-    sizes = [values.get(name) for name in ("batch_size", "dataset_size")]
+    sizes = {name: values.get(name) for name in ("batch_size", "dataset_size")}
+    epochs, batch_size, dataset_size = (
+        validate.integer(name, number, minimum=1)
+        for name, number in {"epochs": epochs, **sizes}.items()
+    )
     rate = parse_sampling_rate(BatchOrder.POISSON, values.get("sampling_rate"))
-    if not all(isinstance(n, int) and n > 0 for n in (*sizes, epochs)):
-        raise ValueError(
-            "Expected epochs, batch_size and dataset_size to be positive integers, got "
-            f"{epochs!r}, {sizes[0]!r} and {sizes[1]!r}."
-        )
-    values["num_steps"] = epochs * batches_per_pass(sizes[0], sizes[1], rate)  # type: ignore[arg-type]
+    values["num_steps"] = epochs * batches_per_pass(batch_size, dataset_size, rate)
 
 
 def _names(flags: Iterable[str]) -> str:
