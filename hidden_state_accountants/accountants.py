@@ -209,9 +209,10 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         return attrs.evolve(composed, rest=rest)
 
     def _of_run(self, event: dp_accounting.DpEvent) -> Guarantee:
+        relation = self.neighboring_relation
         if self.group_size > 1:
-            event = run_of_groups(event, self.neighboring_relation, self.group_size)
-        return self._run_guarantee(event)
+            event = run_of_groups(event, relation, self.group_size)
+        return with_changes(self._run_guarantee(event), event, relation)
 
     def _on_cohort(self, leaf: dp_accounting.PoissonSampledDpEvent) -> Guarantee:
         """Of everything inside, on one cohort (docs/theory/cohorts.md)."""
@@ -318,8 +319,7 @@ class LastIterateAccountant(_LastIterateBase):
     """
 
     def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:
-        relation = self.neighboring_relation
-        return with_changes(best_guarantee(event, relation), event, relation)
+        return best_guarantee(event, self.neighboring_relation)
 
 
 class BoundAccountant(_LastIterateBase):
@@ -337,24 +337,10 @@ class BoundAccountant(_LastIterateBase):
                 f"{type(self).__name__} accounts for {self._bound.event_type.__name__}, "
                 f"got {type(event).__name__}."
             )
-        relation = self.neighboring_relation
-        guarantee = with_changes(bound_guarantee(self._bound, event, relation), event, relation)
+        guarantee = bound_guarantee(self._bound, event, self.neighboring_relation)
         if guarantee.caveat:
             warnings.warn(f"{guarantee.theorem}: {guarantee.caveat}", UserWarning, stacklevel=2)
         return guarantee
-
-
-class ShiftedInterpolationAccountant(BoundAccountant):
-    """Theorem A alone (`bounds.ShiftedInterpolation`).
-
-    Args:
-        neighboring_relation: See `LastIterateAccountant`.
-    """
-
-    def __init__(
-        self, neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL
-    ):
-        super().__init__(neighboring_relation, ShiftedInterpolation())
 
 
 class _PaperAccountant(BoundAccountant):
@@ -369,6 +355,17 @@ class _PaperAccountant(BoundAccountant):
         analysis: str = "sound",
     ):
         super().__init__(neighboring_relation, type(self)._bound_type(analysis))
+
+
+class ShiftedInterpolationAccountant(_PaperAccountant):
+    """Theorem A alone (`bounds.ShiftedInterpolation`).
+
+    Args:
+        neighboring_relation: See `LastIterateAccountant`.
+        analysis: "sound"; there is no other.
+    """
+
+    _bound_type = ShiftedInterpolation
 
 
 class LangevinAccountant(_PaperAccountant):

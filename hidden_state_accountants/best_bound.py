@@ -31,7 +31,7 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
     """The smallest guarantee of the sound bounds in `BOUNDS` that apply to one run.
 
     Raises:
-        UnsupportedRunError: None applies; see `why_none_applies`.
+        UnsupportedRunError: None applies; the text is about the one that is nearest.
     """
     found: dict[str, Guarantee] = {}
     reasons: list[tuple[str, str]] = []
@@ -49,7 +49,7 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
         else:
             found[bound.name] = bound_guarantee(bound, event, relation)
     if not found:
-        raise UnsupportedRunError(why_none_applies(event, unmet_of))
+        raise UnsupportedRunError(_why_none_applies(event, unmet_of))
     (name, best), *others = found.items()
     for other, guarantee in others:
         if _is_smaller(guarantee, best):
@@ -104,18 +104,13 @@ def check_covered(event: dp_accounting.DpEvent, relation: NeighboringRelation | 
         unmet[bound.name] = bound.check(event, relation)
         if not unmet[bound.name]:
             return
-    raise UnsupportedRunError(f"No theorem here covers the run. {why_none_applies(event, unmet)}")
+    raise UnsupportedRunError(f"No theorem here covers the run. {_why_none_applies(event, unmet)}")
 
 
-def why_none_applies(
+def _why_none_applies(
     event: dp_accounting.DpEvent, unmet: Mapping[str, tuple[UnmetCondition, ...]]
 ) -> str:
-    """What the bound that is nearest to covering a run would need, in words.
-
-    Args:
-        event: The run.
-        unmet: The conditions that it does not meet, by the names of the bounds.
-    """
+    """What the bound that is nearest to covering a run would need, in words."""
     if not unmet:
         return f"No bound is about {type(event).__name__}."
     nearest = min(unmet, key=lambda name: len(unmet[name]))

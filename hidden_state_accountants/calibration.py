@@ -51,7 +51,6 @@ def calibrate_noise(
     *,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     make_accountant: MakeAccountant | None = None,
-    group_size: int = 1,
     for_one_position: bool = False,
     tolerance: float = 1e-6,
 ) -> float:
@@ -69,8 +68,8 @@ def calibrate_noise(
         make_event: Maps a noise multiplier to a run; or a run whose own is replaced (noise_std of a
             DiceSgdDpEvent, noise_variance of a BlockCoordinateDpEvent).
         neighboring_relation: Of the default accountant.
-        make_accountant: Makes a fresh accountant; `LastIterateAccountant` by default.
-        group_size: Of the default accountant: how many records one person has at most.
+        make_accountant: Makes a fresh accountant, for groups of records for example;
+            `LastIterateAccountant` by default.
         for_one_position: Whether runs with a `record_position` are meant: the target is then met
             for the records of one batch only.
         tolerance: Relative, in [1e-12, 0.5].
@@ -90,7 +89,6 @@ def calibrate_noise(
         _event_maker(make_event, field),
         neighboring_relation=neighboring_relation,
         make_accountant=make_accountant,
-        group_size=group_size,
         for_one_position=for_one_position,
     )
     validate.real("tolerance", tolerance, minimum=1e-12, maximum=0.5)
@@ -130,8 +128,8 @@ def calibrate_epochs(
         delta: In (0, 1).
         make_event: Maps a number of epochs to a run; or a run without schedules and releases.
         max_epochs: >= 1.
-        **accounting: `neighboring_relation`, `make_accountant`, `group_size` and
-            `for_one_position`, as for `calibrate_noise`.
+        **accounting: `neighboring_relation`, `make_accountant` and `for_one_position`, as for
+            `calibrate_noise`.
 
     Raises:
         UnsupportedRunError: The accountant does not cover the run.
@@ -180,8 +178,8 @@ def calibrate_weight_decay(
         delta: In (0, 1).
         event: The run; its own weight decay is replaced.
         tolerance: Relative, in [1e-12, 0.5].
-        **accounting: `neighboring_relation`, `make_accountant`, `group_size` and
-            `for_one_position`, as for `calibrate_noise`.
+        **accounting: `neighboring_relation`, `make_accountant` and `for_one_position`, as for
+            `calibrate_noise`.
 
     Returns:
         0 if the run needs no decay.
@@ -218,24 +216,15 @@ class _Target:
         *,
         neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
         make_accountant: MakeAccountant | None = None,
-        group_size: int = 1,
         for_one_position: bool = False,
     ):
         relation = validate.neighboring_relation(neighboring_relation)
-        size = validate.integer("group_size", group_size, minimum=1)
-        if make_accountant is not None and size > 1:
-            raise ValueError(
-                f"Expected group_size = 1 with a make_accountant, got {size}. Let it make "
-                "accountants of that group_size."
-            )
         validate.target_pair(epsilon, delta, ("target_epsilon", "delta"))
         self.name, self.make_event, self.for_one_position = name, make_event, for_one_position
         self.epsilon = validate.real("target_epsilon", epsilon, minimum=0)
         remedy = "Gaussian noise never reaches delta = 0."
         self.delta = validate.real("delta", delta, above=0, remedy=remedy)
-        self.make_accountant = make_accountant or (
-            lambda: LastIterateAccountant(relation, group_size=size)
-        )
+        self.make_accountant = make_accountant or (lambda: LastIterateAccountant(relation))
         self.seen: dict[float, float] = {}
 
     def meets(self, value: float) -> bool:
@@ -261,12 +250,9 @@ class _Target:
         )
 
     def close_in(self, meets: float, misses: float, width: float) -> float:
-        """The value nearest to `misses` that was seen to meet the target, by Brent's method.
+        """The value nearest to `misses` seen to meet the target; of integers if `meets` is one.
 
-        Args:
-            meets: > 0; where it is an integer, only integers are tried.
-            misses: > 0.
-            width: Of the bracket at the end, in its logarithm.
+        By Brent's method on logarithms, to a bracket of the width.
         """
         ends = {math.log(meets): meets, math.log(misses): misses}
 
