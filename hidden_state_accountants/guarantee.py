@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Sequence
-from html import escape
 
 import attrs
 import dp_accounting
@@ -317,30 +316,22 @@ class Guarantee:
             raise ValueError(f"No standard event expresses the guarantee by {self.theorem}.")
         return event
 
-    def _facts(self, *deltas: float) -> list[tuple[str, str]]:
-        """What is proved, as label and text."""
-        facts = [("theorem", self.theorem), ("neighboring relation", self.relation)]
-        if self.is_of_groups:
-            facts.append(("groups", f"data sets that differ in up to {self.group_size} records"))
-        if self.mu is not None:
-            facts.append(("mu (Gaussian differential privacy)", text_up(self.mu, 6)))
-        facts += [(f"epsilon at delta {d:g}", text_up(self.epsilon(d), 6)) for d in deltas]
-        if self.only_for:
-            facts.append(("ONLY FOR", self.scope(deltas[0])))
-        if self.caveat:
-            facts.append(("NOT PROVEN", self.caveat))
-        return facts
-
     def explain(self, delta: float = 1e-5) -> str:
         """Theorem, relation, assumptions, the bounds that were not used, and what would help.
 
         Args:
             delta: Where epsilon is read.
         """
-        lines = [
-            f"{label}{'' if label == 'ONLY FOR' else ':'} {text}"
-            for label, text in self._facts(delta)
-        ]
+        lines = [f"theorem: {self.theorem}", f"neighboring relation: {self.relation}"]
+        if self.is_of_groups:
+            lines.append(f"groups: data sets that differ in up to {self.group_size} records")
+        if self.mu is not None:
+            lines.append(f"mu (Gaussian differential privacy): {text_up(self.mu, 6)}")
+        lines.append(f"epsilon at delta {delta:g}: {text_up(self.epsilon(delta), 6)}")
+        if self.only_for:
+            lines.append(f"ONLY FOR {self.scope(delta)}")
+        if self.caveat:
+            lines.append(f"NOT PROVEN: {self.caveat}")
         lines += [f"assumption, {assumption}" for assumption in self.assumptions]
         lines += [f"not used: {name}: {reason}" for name, reason in self.alternatives]
         now = text_up(self.epsilon(delta), 4)
@@ -378,14 +369,6 @@ class Guarantee:
             f"<Guarantee: {mu}epsilon = {epsilon} at delta = {_DELTA:g}, "
             f"{self.relation}{scope}{caveat}; {self.theorem}>"
         )
-
-    def _repr_html_(self) -> str:
-        rows = [
-            *self._facts(1e-5, 1e-6, 1e-8),
-            *((a.status.value, a.text) for a in self.assumptions),
-        ]
-        cells = (f"<tr><th>{escape(a)}</th><td>{escape(b)}</td></tr>" for a, b in rows)
-        return f"<table>{''.join(cells)}</table>"
 
     def cite(self) -> str:
         """BibTeX of the papers behind the theorems that were used, and of this package."""

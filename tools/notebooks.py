@@ -46,8 +46,6 @@ def _run_cell(source: str, names: dict[str, Any]) -> list[dict[str, Any]]:
     # The value of a last line that draws is the library's, and of no interest.
     if value is not None and not figures:
         data = {"text/plain": repr(value).splitlines(keepends=True)}
-        if hasattr(value, "_repr_html_"):
-            data["text/html"] = value._repr_html_().splitlines(keepends=True)
         outputs.append(
             {"output_type": "execute_result", "data": data, "metadata": {}, "execution_count": None}
         )
