@@ -29,11 +29,12 @@ from hidden_state_accountants.bounds.solvers.carries import (
     best_carries,
     carried_curve,
 )
-from hidden_state_accountants.bounds.solvers.equal_steps import LONG, by_tails
-from hidden_state_accountants.bounds.solvers.taut_string import (
-    least_mu_squared,
-    mu_squared_by_last_position,
+from hidden_state_accountants.bounds.solvers.equal_steps import (
+    LONG,
+    by_tails,
+    mu_squared_of_equal_steps,
 )
+from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.curves.base import Curve, GaussianMixtureCurve, best_curve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.events.batch_order import BatchOrder
@@ -186,12 +187,7 @@ def _late_participations(process: NoisyProcess) -> GaussianMixtureCurve:
     )
     mu_squared = np.full(period, np.inf)
     if min(c, sensitivity, sigma) > 0:
-        by_position = mu_squared_by_last_position(
-            c, sensitivity, sigma, period=period, num_steps=steps
-        )
-        reached = len(by_position) - 1
-        mu_squared[:] = by_position[-1]  # not in a partial last epoch
-        mu_squared[:reached] = by_position[:reached]
+        mu_squared = late_mu_squared(c, sensitivity / sigma, period, steps)
 
     def of_tail(tail: int) -> np.ndarray:
         # Windows start from a distance that holds for every order: under the bounded drift alone a
@@ -211,3 +207,21 @@ def _late_participations(process: NoisyProcess) -> GaussianMixtureCurve:
 
     windows = of_tail(steps) if steps <= LONG else by_tails(steps, of_tail)
     return _mean_over_positions(np.minimum(mu_squared, windows), period)
+
+
+def late_mu_squared(
+    contraction: float, shift_in_noise: float, period: int, num_steps: int
+) -> np.ndarray:
+    """By position in the last epoch, of a record in the last batch of all epochs before it."""
+    epochs = (num_steps - 1) // period  # before the last one
+    left = num_steps - epochs * period
+    position = np.arange(period)
+    is_in_it = position < left
+    return mu_squared_of_equal_steps(
+        contraction,
+        shift_in_noise,
+        period=period,
+        participations=epochs + is_in_it,
+        last=np.where(is_in_it, left - position, left + 1),
+        gap=np.where(is_in_it, position + 1, period),
+    )

@@ -440,8 +440,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "if shape in known:",
             ),
             "record_beyond_the_last_batch_never_took_part": (
-                "mu_squared[:] = by_position[-1]",
-                "mu_squared[:] = 0 * by_position[-1]",
+                "participations=epochs + is_in_it,",
+                "participations=(epochs + 1) * is_in_it,",
             ),
         },
     },
@@ -619,8 +619,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "bounds/solvers/equal_steps.py": {
         "theorems/test_equal_steps.py": {
             "equal_participations_never_pool": (
-                "np.where(pools, together, alone + others)",
-                "alone + others",
+                "np.where(all_pool, cost(pooled(early, third)), some)",
+                "some",
+            ),
+            "late_participations_have_the_gaps_of_early_ones": (
+                "blocks = _blocks(math.log(contraction), period, before, has_gap * gap, last)",
+                "blocks = _blocks(math.log(contraction), period, before, has_gap * period, last)",
             ),
         },
     },

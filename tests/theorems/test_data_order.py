@@ -6,17 +6,12 @@ import math
 import attrs
 import numpy as np
 import pytest
-from cases import seeds
 from dp_accounting import NeighboringRelation
 from runs import cyclic_run, probe_run
 from shift_programs import least_squares_mu_squared
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Reshuffled, ShuffledOnce
-from hidden_state_accountants.bounds.solvers.taut_string import (
-    least_mu_squared,
-    mu_squared_by_last_position,
-)
 from hidden_state_accountants.curves.base import GaussianMixtureCurve
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 
@@ -183,23 +178,6 @@ class TestReshuffled:
         orders = np.array([1.2, 2.0, 9.0])
         small = Reshuffled().guarantee(event, relation).rdp(orders)
         assert (small <= Reshuffled().guarantee(free, relation).rdp(orders) * (1 + 1e-9)).all()
-
-
-@pytest.mark.parametrize("seed", seeds(6))
-def test_one_pass_for_all_last_positions(seed):
-    rng = np.random.default_rng(seed)
-    period, steps = int(rng.integers(1, 6)), int(rng.integers(1, 23))
-    c = float(rng.choice([1.0, 0.9, 0.5, 0.99, 1e-9, 1.3]))
-    s, sigma = rng.uniform(0.1, 3, 2)
-    found = mu_squared_by_last_position(c, s, sigma, period=period, num_steps=steps)
-    first = (steps - 1) // period * period
-    for position, value in zip([*range(steps - first), None], found, strict=True):
-        sensitivity = np.zeros(steps)
-        sensitivity[period - 1 : first : period] = s
-        if position is not None:
-            sensitivity[first + position] = s
-        expected = least_mu_squared(np.full(steps, c), sensitivity, np.full(steps, sigma))
-        assert value == pytest.approx(expected, rel=1e-12, abs=1e-300)
 
 
 @pytest.mark.parametrize("bound", [ShuffledOnce(), Reshuffled()])

@@ -1,9 +1,9 @@
 r"""Theorem A where all steps are equal: what a run costs, whatever its length is.
 
 A record takes part in every `period`-th step. Between two participations nothing moves it, so each
-of them is one block of the isotonic regression (docs/theory/theorem_a.md). For c < 1 the slopes of
-these equal blocks fall, so that all but the last one pool; for c >= 1 they rise, and none does. The
-last block is shorter, and is pooled with the others or not.
+of them is one block of the isotonic regression (docs/theory/theorem_a.md). For c > 1 the slopes of
+equal blocks rise, and none pools. For c <= 1 they don't rise, so that all pool but the last two,
+which may be shorter, and are pooled with the others or not.
 """
 
 from __future__ import annotations
@@ -28,63 +28,98 @@ def mu_squared_of_equal_steps(
     period: int,
     participations: npt.ArrayLike,
     last: npt.ArrayLike,
+    gap: npt.ArrayLike | None = None,
 ) -> np.ndarray:
     r"""mu**2 from a common start, without domain and bounded drift.
 
-    With :math:`q(n) = 1 - c^n`, m participations before the last one, and L steps from the last one
-    on, for c < 1 and in units of (s/sigma)**2:
+    A participation and the n - 1 steps after it are a block of shift and weight, in units of s and
+    sigma**2 and k steps before the end,
 
-    .. math::
-        c^{2L-2}\,\frac{q(2)}{q(2L)} + c^{2l-2}\,\frac{q(2)}{q(l)^2}\,\frac{q(lm)}{1 + c^{lm}}
-        \qquad\text{or}\qquad \frac{c^{2L-2}\,(1 + c^l q(lm)/q(l))^2\,q(2)}
-        {q(2L) + c^{2L} q(2lm)},
+    .. math:: S = c^{k + n - 1}, \qquad W = c^{2k} \sum_{i < n} c^{2i},
 
-    the second one where the slope of the last block is not the larger one; for c >= 1
-    :math:`m\,g(l) + g(L)` with :math:`1/g(n) = \sum_{i<n} c^{-2i}`.
+    and blocks that pool cost :math:`(\sum S)^2 / \sum W`. For c > 1 every block costs
+    :math:`1 / \sum_{i<n} c^{-2i}` by itself.
 
     Args:
         contraction: c >= 0.
         shift_in_noise: s/sigma in [0, inf].
-        period: l >= 1.
-        participations: m + 1 >= 0, an array; 0 where the record never takes part.
-        last: L in 1..l, an array of the same shape; 1 where the record never takes part.
+        period: l >= 1, the steps from one participation to the next.
+        participations: How many there are, >= 0, an array; 0 where the record never takes part.
+        last: Steps from the last one on, in 1..l, an array of the same shape; 1 where the record
+            never takes part.
+        gap: Steps from the last one but one to the last one, in 1..l; None for l.
     """
     total, last = np.asarray(participations), np.asarray(last, dtype=np.float64)
-    takes_part = total > 0
+    gap = np.full(last.shape, float(period)) if gap is None else np.asarray(gap, dtype=np.float64)
     if not shift_in_noise:
         return np.zeros(total.shape)
-    before = np.maximum(total - 1, 0).astype(np.float64)
+    has_gap = np.minimum(np.maximum(total - 1, 0), 1)
+    before = np.maximum(total - 2, 0).astype(np.float64)
     if contraction == 0:  # a step forgets all that was before it
         cost = np.where(last == 1, 1.0, 0.0)
-    elif contraction < 1:
-        cost = np.maximum(_contracting(math.log(contraction), period, before, last), _TINY)
+    elif contraction <= 1:
+        blocks = _blocks(math.log(contraction), period, before, has_gap * gap, last)
+        cost = np.maximum(_regression(*blocks), _TINY)
     else:
         log = math.log(contraction)
         cost = before * _own_block(log, np.array(float(period))) + _own_block(log, last)
-    return np.where(takes_part & (cost > 0), cost * shift_in_noise**2, 0.0)
+        cost += has_gap * _own_block(log, gap)
+    return np.where((total > 0) & (cost > 0), cost * shift_in_noise**2, 0.0)
 
 
 def _own_block(log: float, steps: np.ndarray) -> np.ndarray:
-    """1 / sum over i < steps of c^(-2i), for c >= 1."""
-    if log == 0:
-        return np.asarray(1 / steps)
+    """1 / sum over i < steps of c^(-2i), for c > 1."""
     return np.asarray(np.expm1(-2 * log) / np.expm1(-2 * log * steps))
 
 
-def _contracting(log: float, period: int, before: np.ndarray, last: np.ndarray) -> np.ndarray:
-    def lost(steps: npt.ArrayLike) -> np.ndarray:
-        return np.asarray(-np.expm1(log * np.asarray(steps)))
+Block = tuple[np.ndarray, np.ndarray]
+"""Shifts and weights."""
 
-    kept = np.exp(log * period)
-    early, early_twice = lost(period * before), lost(2 * period * before)
-    alone = np.exp(2 * log * (last - 1)) * lost(2) / lost(2 * last)
-    others = kept * kept * math.exp(-2 * log) * lost(2) / lost(period) ** 2
-    others = others * early / (2 - early)
-    decay = np.exp(2 * log * last)
-    pools = kept * lost(2 * last) >= decay * lost(period) * (2 - early)
-    shift = np.exp(log * (last - 1)) * (1 + kept * early / lost(period))
-    together = shift * (shift * (lost(2) / (lost(2 * last) + decay * early_twice)))
-    return np.where(before == 0, alone, np.where(pools, together, alone + others))
+
+def _blocks(
+    log: float, period: int, before: np.ndarray, gap: np.ndarray, last: np.ndarray
+) -> tuple[Block, Block, Block]:
+    """Those of all participations but the last two, which pool, and of these two; c <= 1."""
+
+    def powers(number: np.ndarray, stride: float) -> np.ndarray:
+        """Sum over i < number of c^(stride i)."""
+        if log == 0:
+            return number
+        return np.asarray(np.expm1(log * stride * number) / math.expm1(log * stride))
+
+    def block(number: np.ndarray, steps: np.ndarray, after: np.ndarray) -> Block:
+        shift = np.exp(log * (after + steps - 1)) * powers(number, float(period))
+        return shift, np.exp(2 * log * after) * powers(number * steps, 2)
+
+    one = np.ones(last.shape)
+    return (
+        block(before, np.full(last.shape, float(period)), last + gap),
+        block(np.minimum(gap, 1), gap, last),
+        block(one, last, 0 * one),
+    )
+
+
+def _regression(first: Block, second: Block, third: Block) -> np.ndarray:
+    """The cost of three blocks, pooled where slopes fall."""
+
+    def pooled(left: Block, right: Block) -> Block:
+        return left[0] + right[0], left[1] + right[1]
+
+    def falls(left: Block, right: Block) -> np.ndarray:
+        return np.asarray(left[0] * right[1] >= right[0] * left[1])
+
+    def cost(block: Block) -> np.ndarray:
+        shift, weight = block
+        return np.where(shift > 0, shift * (shift / np.where(weight > 0, weight, 1.0)), 0.0)
+
+    early, late = pooled(first, second), pooled(second, third)
+    late_pools = falls(second, third)
+    first_pools = np.where(late_pools, falls(first, late), falls(first, second))
+    all_pool = first_pools & (late_pools | falls(early, third))
+    two = np.where(first_pools, cost(early) + cost(third), cost(first) + cost(late))
+    apart = cost(first) + cost(second) + cost(third)
+    some = np.where(first_pools | late_pools, two, apart)
+    return np.where(all_pool, cost(pooled(early, third)), some)
 
 
 def largest_distance(contraction: float, sensitivity: float, period: int, num_steps: int) -> float:
