@@ -2,14 +2,11 @@
 
 import math
 
-import attrs
 import numpy as np
 import pytest
 from scipy import optimize
 
-import hidden_state_accountants as hsa
 from hidden_state_accountants import Regulariser
-from hidden_state_accountants.runs.run import Step
 
 ALL = [
     Regulariser(),
@@ -113,30 +110,3 @@ def test_impossible_values(arguments, error, text):
 def test_an_axis_that_a_parameter_has_not():
     with pytest.raises(ValueError, match="an axis of every parameter, got 2"):
         Regulariser(group_lasso=1.0, group_axis=2).prox(np.ones((2, 2)), 0.1)
-
-
-def test_a_recorded_run_has_the_figure_of_its_event_at_every_step():
-    """The prox of a step is counted with the next one: also where the rate rises in between."""
-    rates = [0.1, 0.1, 2.0, 2.0, 2.0, 0.3]
-    recorder = hsa.RunRecorder(
-        batch_order="cyclic",
-        batch_size=10,
-        dataset_size=30,
-        loss=hsa.LossGeometry.convex(0.9, 1.0),
-        prox_strong_convexity=0.5,
-    )
-    for step, rate in enumerate(rates):
-        values = {"noise_multiplier": 2.0, "learning_rate": rate, "clip_norm": 1.0}
-        recorder.add(Step(**values, batch=step % 3, rows=10))
-        event = recorder.event()
-        assert event.prox_strong_convexity == 0.5
-        whole = hsa.LastIterateAccountant("replace_one").compose(event).guarantee
-        assert recorder.guarantee("replace_one").mu == pytest.approx(whole.mu, rel=1e-12)
-    state = recorder.state_dict()
-    again = hsa.RunRecorder(
-        batch_order="cyclic", batch_size=10, dataset_size=30,
-        loss=hsa.LossGeometry.convex(0.9, 1.0), prox_strong_convexity=0.25,
-    )  # fmt: skip
-    with pytest.raises(ValueError, match="prox_strong_convexity"):
-        again.load_state_dict(state)
-    assert attrs.evolve(recorder.event(), prox_strong_convexity=0.0) != recorder.event()

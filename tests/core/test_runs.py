@@ -4,8 +4,10 @@ import json
 import math
 
 import attrs
+import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
+from runs import cyclic_run, full_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.best_bound import best_guarantee
@@ -196,6 +198,94 @@ def test_models_of_dp_mbcd_within_the_run_cost_composition(released):
         assert last.mu < 0.99 * seen.mu
         assert "composition" in seen.theorem
         assert seen.mu == pytest.approx((2 if relation is ONE else 1) * math.sqrt(2) / 2.0)
+
+
+# Of SGD alone
+
+
+def of_sgd(event, **changes):
+    """An empty record of a declared run."""
+    names = {field.name for field in attrs.fields(type(event)) if field.name != "release_steps"}
+    names -= {"num_steps", "record_position", *LastIterateRun.series}
+    return LastIterateRun(**({name: getattr(event, name) for name in names} | changes))
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        full_run(),
+        cyclic_run(learning_rate=np.linspace(0.5, 0.1, 24), release_steps=(3, 4, 20)),
+        cyclic_run(clip_norm=None),
+        cyclic_run(learning_rate=[0.5, 0.3, 0.5, 0.5, 0.3, 0.3, 0.5, 0.7] * 3),
+        cyclic_run(noise_multiplier=[1.0] * 7 + [2.0] * 17, domain_diameter=2.0),
+        cyclic_run(batch_order="poisson", max_batch_size=7),
+        cyclic_run(is_microbatched=True),
+        cyclic_run(prox_strong_convexity=0.5),
+        cyclic_run(batch_order="poisson", sampling_rate=0.3),
+        cyclic_run(batch_order="reshuffled"),
+    ],
+)
+def test_returns_the_event_that_happened(event):
+    run = of_sgd(event)
+    names = [name for name in run.series if getattr(event, name) is not None]
+    columns = [event.per_step(name).tolist() for name in names]
+    for t, values in enumerate(zip(*columns, strict=True)):
+        given = {"clip_norm": None, **dict(zip(names, values, strict=True))}
+        run.add(Step(**given, batch=t % 4, rows=event.batch_size))
+        if t + 1 in event.release_steps:
+            run.release()
+    assert run.event() == event
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"rows": None}, TypeError, "rows"),
+        ({"batch": None}, hsa.UnsupportedRunError, "step 4 used batch None, expected batch 3"),
+        ({"clip_norm": None}, hsa.UnsupportedRunError, "step 4 does not clip"),
+        ({"learning_rate": math.inf}, ValueError, "step 4: .*learning_rate"),
+        ({"clip_norm": 0.0}, ValueError, "step 4: .*clip_norm"),
+        ({"weight_decay": 2.0}, ValueError, "learning_rate \\* weight_decay < 1"),
+        ({"learning_rate": "0.1"}, TypeError, "step 4: .*learning_rate"),
+        ({"learning_rate": 1e-160}, ValueError, "learning_rate between"),
+    ],
+)
+def test_impossible_values_record_nothing(changes, error, text):
+    run = trained(LastIterateRun, 3)
+    before = run.state_dict()
+    with pytest.raises(error, match=text):
+        step(run, **changes)
+    assert run.state_dict() == before
+
+
+def test_unclipped_steps_need_a_gradient_bound():
+    with pytest.raises(ValueError, match=r"loss.lipschitz when clip_norm is None"):
+        step(empty(LastIterateRun, loss=hsa.LossGeometry.convex(1.0)), clip_norm=None)
+
+
+def test_poisson_rows_are_capped():
+    run = of_sgd(cyclic_run(batch_order="poisson", max_batch_size=7))
+    step(run, rows=0, largest_norm=0.0)
+    for rows, error, text in (
+        (8, hsa.UnsupportedRunError, "max_batch_size = 7"),
+        (None, TypeError, "rows of POISSON"),
+    ):
+        with pytest.raises(error, match=text):
+            step(run, rows=rows, largest_norm=0.0)
+
+
+def test_guarantees_of_several_runs_compose():
+    runs = [trained(LastIterateRun), trained(LastIterateRun, 7)]
+    parts = [run.guarantee(SPECIAL) for run in runs]
+    both = hsa.compose_guarantees(parts, SPECIAL)
+    accountant = hsa.LastIterateAccountant(SPECIAL)
+    for run in runs:
+        accountant.compose(run.event())
+    assert both.mu == pytest.approx(accountant.guarantee.mu, rel=1e-12)
+    assert hsa.compose_guarantees(parts[:1], SPECIAL) == parts[0]
+    assert hsa.compose_guarantees([], SPECIAL).epsilon(0.0) == 0.0
+    with pytest.raises(ValueError, match="for REPLACE_ONE, got one for REPLACE_SPECIAL"):
+        hsa.compose_guarantees(parts, ONE)
 
 
 # Steps that were counted elsewhere

@@ -15,7 +15,6 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import LinearLosses
 from hidden_state_accountants.bounds import Composition, DiceSgd, Subsampling
 from hidden_state_accountants.runs import description
-from hidden_state_accountants.runs.run import DiceSgdRun, Step, run_of
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -115,22 +114,6 @@ def test_dice_sgd_follows_the_rate():
     with pytest.raises(ValueError, match="sampling_rate = None for FULL"):
         dice_events.run(batch_size=8, batch_order="full", sampling_rate=0.5)
     assert hsa.DiceSgdDpEvent.from_dict(event.to_dict()) == event
-
-
-def test_runs_record_it():
-    plain = hsa.RunRecorder(
-        batch_order="poisson", batch_size=63, dataset_size=60_000, sampling_rate=1 / 938
-    )
-    for _ in range(2):
-        plain.add(Step(noise_multiplier=1.0, learning_rate=0.5, clip_norm=1.5))
-    assert plain.event().sampling_rate == 1 / 938
-    dice = DiceSgdRun(
-        noise_multiplier=1.0, clip_norm=1.0, error_clip_norm=1.0, batch_size=3, dataset_size=16,
-        batch_order="poisson", sampling_rate=0.25,
-    )  # fmt: skip
-    again = run_of(dice.state_dict())
-    assert again.state_dict() == dice.state_dict()
-    assert again._template.sampling_rate == 0.25
 
 
 def test_statement_and_assumptions_say_it():

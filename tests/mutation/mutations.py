@@ -1441,7 +1441,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
     },
     "runs/run.py": {
-        "core/test_recorder.py": {
+        "core/test_runs.py": {
             "recorder_accepts_batches_in_any_order": (
                 "if step.batch != expected:",
                 "if step.batch is None:",
@@ -1454,8 +1454,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "if rows != own.batch_size:",
                 "if rows > own.batch_size:",
             ),
-        },
-        "core/test_runs.py": {
             "gradients_beyond_their_declared_bound_are_accepted": (
                 "if not step.largest_norm <= limit * (1 + SLACK):",
                 "if step.largest_norm > 2 * limit:",
