@@ -65,7 +65,7 @@ from hidden_state_accountants.process.batch_sizes import BatchSizes, modulus_lin
 from hidden_state_accountants.process.conditions import Unmet
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
-    sampled_process,
+    noisy_process,
 )
 
 _MOST_NOISE_LEVELS = 8
@@ -243,11 +243,11 @@ class _SampledRun:
     ) -> _SampledRun:
         """The plan: half of what may fail is for the sizes, half for products of moduli."""
         if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
-            process = sampled_process(event, relation, event.batch_size)
+            process = noisy_process(event, relation, event.batch_size)
             stretching = Stretching.of_moduli(process.contraction, process.is_constant)
             return cls(event, relation, process, stretching, 0.0, target)
         sizes = BatchSizes.of(event, relation, target.failure / 2)
-        process = sampled_process(event, relation, sizes.largest)
+        process = noisy_process(event, relation, sizes.largest)
         lines = modulus_lines(event, relation, sizes)
         if lines is None:
             stretching = Stretching.of_moduli(process.contraction, process.is_constant)

@@ -211,59 +211,10 @@ def unmet_conditions(
     )
 
 
-def noisy_process(
-    event: LastIterateDpEvent, relation: NeighboringRelation, *, is_linear: bool = True
-) -> NoisyProcess:
-    """Builds the process of a run with full or epoch-wise batches, for each position of the record.
-
-    A random order is a mixture of these positions: the caller's business.
-
-    Args:
-        event: The run.
-        relation: The neighbouring relation.
-        is_linear: As for `unmet_conditions`. The contraction of a Hölder gradient is infinite.
-
-    Raises:
-        UnsupportedRunError: A condition of `unmet_conditions` is not met.
-    """
-    orders = (BatchOrder.FULL, *EPOCH_ORDERS)
-    unmet = unmet_conditions(event, relation, orders, is_linear=is_linear)
-    if unmet:
-        raise UnsupportedRunError("; ".join(map(str, unmet)))
-    period = 1 if event.batch_order is BatchOrder.FULL else event.batches_per_epoch
-    last = event.record_position
-    return _process(
-        event,
-        relation,
-        period=period,
-        positions=range(min(period, event.num_steps)) if last is None else (last,),
-        most_terms=event.batch_size,
-    )
-
-
-def sampled_process(
-    event: LastIterateDpEvent, relation: NeighboringRelation, most_terms: int
-) -> NoisyProcess:
-    """The process in which the record joins every batch, of a run with random batches.
-
-    Args:
-        event: A POISSON or WITHOUT_REPLACEMENT run whose `unmet_conditions` are met.
-        relation: The neighbouring relation.
-        most_terms: The largest number of gradients that a batch may sum; the contraction holds
-            for every number from 0 on unless the batches have a fixed size.
-    """
-    return _process(event, relation, period=1, positions=(0,), most_terms=most_terms)
-
-
 def process_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> NoisyProcess | None:
-    """The process of any run, that with batches of b records where they are random.
-
-    None if `unmet_conditions` has some for every order.
-    """
+    """The process of any run; None if `unmet_conditions` has some for every order."""
     if unmet_conditions(event, relation, tuple(BatchOrder)):
         return None
-    if event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
-        return sampled_process(event, relation, event.batch_size)
     return noisy_process(event, relation)
 
 
@@ -277,20 +228,41 @@ def clips_act(event: LastIterateDpEvent) -> np.ndarray:
     return limit > event.per_step("clip_norm")
 
 
-def _process(
+def noisy_process(
     event: LastIterateDpEvent,
     relation: NeighboringRelation,
+    most_terms: int | None = None,
     *,
-    period: int,
-    positions: tuple[int, ...] | range,
-    most_terms: int,
+    is_linear: bool = True,
 ) -> NoisyProcess:
+    """Builds the process of a run, for each position that the record may have in an epoch.
+
+    A random order is a mixture of these positions: the caller's business. Where batches are drawn
+    at random, the record joins every one of them.
+
+    Args:
+        event: The run.
+        relation: The neighbouring relation.
+        most_terms: The largest number of gradients that a POISSON batch may sum, for which and for
+            every smaller one the contraction holds; `batch_size` by default.
+        is_linear: As for `unmet_conditions`. The contraction of a Hölder gradient is infinite.
+
+    Raises:
+        UnsupportedRunError: A condition of `unmet_conditions` is not met, whatever the order.
+    """
+    unmet = unmet_conditions(event, relation, tuple(BatchOrder), is_linear=is_linear)
+    if unmet:
+        raise UnsupportedRunError("; ".join(map(str, unmet)))
+    period = event.batches_per_epoch if event.batch_order in EPOCH_ORDERS else 1
+    last = event.record_position
+    positions = range(min(period, event.num_steps)) if last is None else (last,)
     num_steps, release_steps = event.num_steps, event.release_steps
     event = event.one_step_if_constant()
     assert event.loss is not None
     eta, decay = event.per_step("learning_rate"), event.per_step("weight_decay")
     bound = event.gradient_bound()
     b = event.batch_size
+    most_terms = most_terms or b
     # One record more or less is one clip norm; only a record in a slot can be replaced by another.
     factor = 2 if relation is NeighboringRelation.REPLACE_ONE else 1
     # k terms divided by b act like b terms at the learning rate eta k / b. The modulus is a

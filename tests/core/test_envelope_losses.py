@@ -15,7 +15,7 @@ from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.losses import scalar
 from hidden_state_accountants.losses import softmax as solver
 from hidden_state_accountants.losses.arrays import NUMPY
-from hidden_state_accountants.process.noisy_process import sampled_process, update_lipschitz
+from hidden_state_accountants.process.noisy_process import noisy_process, update_lipschitz
 
 SETTINGS = list(itertools.product([0.03, 0.3, 1.0, 1.35, 5.0], [0.0, 0.5, 20.0]))
 
@@ -374,8 +374,8 @@ def test_poisson_batches_up_to_their_cap_contract_as_decay_does():
         loss=LossGeometry.envelope_softmax_cross_entropy(1.0, clip_norm=0.3, smoothing=smoothing),
     )
     relation = NeighboringRelation.REPLACE_SPECIAL
-    np.testing.assert_allclose(sampled_process(event, relation, 14).contraction, 0.94, rtol=1e-14)
-    assert sampled_process(event, relation, 16).contraction.min() > 0.94
+    np.testing.assert_allclose(noisy_process(event, relation, 14).contraction, 0.94, rtol=1e-14)
+    assert noisy_process(event, relation, 16).contraction.min() > 0.94
 
 
 @pytest.mark.parametrize(

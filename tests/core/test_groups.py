@@ -18,7 +18,7 @@ from hidden_state_accountants.cli import app as cli
 from hidden_state_accountants.curves.base import CurveWithDelta, GaussianCurve
 from hidden_state_accountants.curves.transformed import GroupCurve
 from hidden_state_accountants.process.groups import run_of_groups
-from hidden_state_accountants.process.noisy_process import noisy_process, sampled_process
+from hidden_state_accountants.process.noisy_process import noisy_process
 from hidden_state_accountants.runs.statement import Statement
 
 ADD, SPECIAL, ONE = (
@@ -170,7 +170,7 @@ class TestDataSetsBetween:
         assert found.dataset_size == (14 if relation is ADD else 12)
         assert found.batch_size == 4
         assert found.loss.strong_convexity == 0.0  # a batch may hold the changed records alone
-        moduli = [sampled_process(found, relation, k).contraction[0] for k in range(1, 15)]
+        moduli = [noisy_process(found, relation, k).contraction[0] for k in range(1, 15)]
         assert (np.diff(moduli) >= 0).all()
         assert moduli[0] == 1.0
 

@@ -80,7 +80,6 @@ def test_unclipped_noise_is_in_units_of_the_gradient_bound():
         (cyclic_run(), ADD_OR_REMOVE, "neighboring relation", "REPLACE_SPECIAL"),
         (cyclic_run(batch_size=6), REPLACE_SPECIAL, "equal batches", "dataset_size=18"),
         (cyclic_run(loss=None), REPLACE_SPECIAL, "loss geometry", "LossGeometry"),
-        (cyclic_run(batch_order="poisson"), REPLACE_SPECIAL, "batch order", "CYCLIC"),
         (
             cyclic_run(loss=hsa.LossGeometry.hoelder(1.0, 0.5)),
             REPLACE_SPECIAL,
@@ -97,6 +96,14 @@ def test_refusals(event, relation, condition, text):
         noisy_process(event, relation)
     with pytest.raises(hsa.UnsupportedRunError, match=condition):
         hsa.ShiftedInterpolationAccountant(relation).compose(event)
+
+
+def test_random_batches_are_no_process_of_theorem_a():
+    event = cyclic_run(batch_order="poisson")
+    (unmet,) = unmet_conditions(event, REPLACE_SPECIAL)
+    assert unmet.condition == "batch order"
+    with pytest.raises(hsa.UnsupportedRunError, match="needs FULL or CYCLIC batches"):
+        hsa.ShiftedInterpolationAccountant(REPLACE_SPECIAL).compose(event)
 
 
 def test_constant_runs_cost_no_memory_per_step():

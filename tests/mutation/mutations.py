@@ -763,8 +763,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "return compose_curves(curves)",
             ),
             "poisson_batches_have_the_expected_size": (
-                "process = sampled_process(event, relation, sizes.largest)",
-                "process = sampled_process(event, relation, event.batch_size)",
+                "process = noisy_process(event, relation, sizes.largest)",
+                "process = noisy_process(event, relation, event.batch_size)",
             ),
         },
     },

@@ -17,7 +17,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.curves.base import BestOfCurves, CurveWithDelta, GaussianCurve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.process.batch_curvature import batch_share
-from hidden_state_accountants.process.noisy_process import noisy_process, sampled_process
+from hidden_state_accountants.process.noisy_process import noisy_process
 
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
 CONVEX = hsa.LossGeometry.convex(1.0, 1.0)
@@ -166,7 +166,7 @@ class TestExactRuns:
 class TestWhereItIsUsed:
     def test_not_for_batches_that_vary_in_size(self):
         with_it, without = (
-            sampled_process(cyclic_run(batch_order="poisson", learning_rate=3.0, loss=loss),
+            noisy_process(cyclic_run(batch_order="poisson", learning_rate=3.0, loss=loss),
                             SPECIAL, 7)
             for loss in (CONVEX.with_curvature(0.5), CONVEX)
         )  # fmt: skip
@@ -185,7 +185,7 @@ class TestWhereItIsUsed:
             process = (
                 noisy_process(event, relation)
                 if order == "cyclic"
-                else sampled_process(event, relation, event.batch_size)
+                else noisy_process(event, relation, event.batch_size)
             )
             np.testing.assert_allclose(process.contraction, 3 * 0.1 + 3 * 0.5 - 1)
 

@@ -34,7 +34,7 @@ from hidden_state_accountants.bounds.subsampling import (
 )
 from hidden_state_accountants.curves.base import CurveWithDelta
 from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLines, modulus_lines
-from hidden_state_accountants.process.noisy_process import sampled_process
+from hidden_state_accountants.process.noisy_process import noisy_process
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -230,7 +230,7 @@ class TestModulusLines:
                 assert gap >= -1e-12
                 touched = min(touched, gap)
         assert touched < 1e-9
-        largest = sampled_process(event, relation, sizes.largest).contraction
+        largest = noisy_process(event, relation, sizes.largest).contraction
         mean = sizes.others * sizes.rate
         assert (lines.intercept + lines.slope * mean < np.log(largest)).all()
 

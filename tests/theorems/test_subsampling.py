@@ -23,7 +23,7 @@ from hidden_state_accountants.curves.base import alternatives
 from hidden_state_accountants.curves.by_profile import SampledCurve, replaced_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.process.batch_sizes import BatchSizes, largest_size
-from hidden_state_accountants.process.noisy_process import sampled_process
+from hidden_state_accountants.process.noisy_process import noisy_process
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -210,8 +210,8 @@ class TestBatchSizes:
         event = probe_run(batch_order="poisson")
         c = _SampledRun.of(event, SPECIAL, USUAL).process.contraction[0]
         sizes = BatchSizes.of(event, SPECIAL, 5e-13)
-        assert c == sampled_process(event, SPECIAL, sizes.largest).contraction[0]
-        assert c > 1.01 * sampled_process(event, SPECIAL, event.batch_size).contraction[0]
+        assert c == noisy_process(event, SPECIAL, sizes.largest).contraction[0]
+        assert c > 1.01 * noisy_process(event, SPECIAL, event.batch_size).contraction[0]
 
     def test_a_cap_adds_the_probability_that_it_acts(self):
         event = probe_run(batch_order="poisson", max_batch_size=610)
@@ -237,7 +237,7 @@ class TestBatchSizes:
         event = run(
             batch_order="poisson", dataset_size=9, loss=hsa.LossGeometry.weakly_convex(1.3, 0.2)
         )
-        c = sampled_process(event, SPECIAL, terms).contraction[0]
+        c = noisy_process(event, SPECIAL, terms).contraction[0]
         for k in range(1, terms + 1):
             rate = event.learning_rate * k / event.batch_size
             decay = event.weight_decay * event.batch_size / k
@@ -247,9 +247,9 @@ class TestBatchSizes:
     def test_strong_convexity_is_lost_in_an_empty_batch(self):
         loss = hsa.LossGeometry.strongly_convex(1.0, 0.5, lipschitz=1.0)
         event = run(batch_order="poisson", weight_decay=0.0, loss=loss)
-        assert sampled_process(event, SPECIAL, 2).contraction[0] == 1.0
+        assert noisy_process(event, SPECIAL, 2).contraction[0] == 1.0
         event = run(batch_order="without_replacement", weight_decay=0.0, loss=loss)
-        assert sampled_process(event, SPECIAL, 2).contraction[0] == 0.5
+        assert noisy_process(event, SPECIAL, 2).contraction[0] == 0.5
 
 
 class TestWindows:
