@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import attrs
 import dp_accounting
@@ -48,30 +49,28 @@ def single_changes(
     Returns:
         The changes that lower epsilon by a hundredth at least, the most helpful of a kind first.
     """
-    now = _epsilon(event, relation, delta)
-    found = []
+
+    def epsilon(run: LastIterateDpEvent) -> float:
+        try:
+            return best_guarantee(run, relation).epsilon(delta)
+        except UnsupportedRunError:
+            return math.inf
+
+    now, found = epsilon(event), []
     for description, changed, costs in _changes(event):
-        value = _epsilon(changed, relation, delta)
+        value = epsilon(changed)
         if not value < now * (1 - _LEAST):
             continue
-        noise = _equal_noise(event, relation, delta, now, value) if costs else None
+        noise = _equal_noise(event, epsilon, now, value) if costs else None
         if noise is not None:
             description += f" (without that, noise multiplier {noise:g} gives the same epsilon)"
         found.append((costs, value, description))
     return tuple((description, value) for _, value, description in sorted(found))
 
 
-def _epsilon(event: LastIterateDpEvent, relation: NeighboringRelation, delta: float) -> float:
-    try:
-        return best_guarantee(event, relation).epsilon(delta)
-    except UnsupportedRunError:
-        return math.inf
-
-
 def _equal_noise(
     event: LastIterateDpEvent,
-    relation: NeighboringRelation,
-    delta: float,
+    epsilon: Callable[[LastIterateDpEvent], float],
     now: float,
     wanted: float,
 ) -> float | None:
@@ -84,7 +83,7 @@ def _equal_noise(
     noise, exponent, value = event.noise_multiplier, -1.0, now
     for _ in range(_TRIES):
         following = noise * (wanted / value) ** (1 / exponent)
-        found = _epsilon(attrs.evolve(event, noise_multiplier=following), relation, delta)
+        found = epsilon(attrs.evolve(event, noise_multiplier=following))
         if not 0 < found < math.inf:
             return None
         if wanted / _CLOSE <= found <= wanted * _CLOSE:
@@ -239,31 +238,20 @@ def other_batches(
     has_poisson_only = relation is NeighboringRelation.ADD_OR_REMOVE_ONE
     if has_poisson_only or event.has_schedules or event.record_position is not None:
         return found
-    for other in _others(event):
-        is_random = other.batch_order is BatchOrder.POISSON
+    now = event.batch_order
+    for order in () if now is BatchOrder.FULL else _NAMES:
+        if order is now or (order is BatchOrder.SHUFFLED_ONCE and event.loss is None):
+            continue
+        changes: dict[str, Any] = {"sampling_rate": None, "max_batch_size": None}
+        if order is BatchOrder.FULL:
+            changes |= {"batch_size": event.dataset_size, "release_steps": ()}
+            changes["num_steps"] = math.ceil(event.num_steps / event.batches_per_epoch)
+        other = attrs.evolve(event, batch_order=order, **changes)
+        bound = composition_of if order is BatchOrder.POISSON else best_guarantee
         with contextlib.suppress(UnsupportedRunError):
-            known = (composition_of if is_random else best_guarantee)(other, relation)
-            if known is not None:
-                found[other.batch_order] = known.epsilon(delta)
+            if (known := bound(other, relation)) is not None:
+                found[order] = known.epsilon(delta)
     return found
-
-
-def _others(event: LastIterateDpEvent) -> Iterator[LastIterateDpEvent]:
-    plain = attrs.evolve(event, sampling_rate=None, max_batch_size=None)
-    order = event.batch_order
-    if order is BatchOrder.FULL:
-        return
-    if order is not BatchOrder.POISSON:
-        yield attrs.evolve(plain, batch_order=BatchOrder.POISSON)
-    if order is not BatchOrder.SHUFFLED_ONCE and event.loss is not None:
-        yield attrs.evolve(plain, batch_order=BatchOrder.SHUFFLED_ONCE)
-    yield attrs.evolve(
-        plain,
-        batch_order=BatchOrder.FULL,
-        batch_size=event.dataset_size,
-        num_steps=math.ceil(event.num_steps / event.batches_per_epoch),
-        release_steps=(),
-    )
 
 
 def _of_another_clip(event: LastIterateDpEvent, relation: NeighboringRelation, clip: str) -> str:

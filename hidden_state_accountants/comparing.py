@@ -192,18 +192,11 @@ class Comparison:
     def __str__(self) -> str:
         return self.to_markdown()
 
-    def plot(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        delta: float | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        """Draws epsilon against epochs for every row, one panel for each run.
+    def plot(self, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
+        """Draws epsilon at the first delta against epochs for every row, a panel for each run.
 
         Args:
             path: Where to write the picture; the ending chooses the format. Needs matplotlib.
-            delta: The delta of the epsilons; the first by default.
             progress: Receives a line of text at each stage.
 
         Raises:
@@ -211,7 +204,7 @@ class Comparison:
             ValueError: The path is not that of a picture.
         """
         check_path(path)
-        delta = self.deltas[0] if delta is None else validate.target_delta(delta)
+        delta = self.deltas[0]
         points = [(run, epochs) for run in self.runs for epochs in plotted_epochs(run[1])]
         lines: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
         for index, ((label, event), epochs) in enumerate(points, start=1):
@@ -261,11 +254,8 @@ def compare(
         ValueError: No run or no delta is given, or a delta is not in [0, 1].
     """
     runs = _labelled(event)
-    deltas = tuple(
-        dict.fromkeys(validate.target_delta(d) for d in np.atleast_1d(delta).tolist())
-        if not isinstance(delta, str)
-        else (validate.target_delta(delta),)
-    )
+    given: Any = [delta] if np.ndim(delta) == 0 else delta
+    deltas = tuple(dict.fromkeys(map(validate.target_delta, given)))
     if not deltas:
         raise ValueError("Expected at least one delta, got none.")
     relation = validate.neighboring_relation(neighboring_relation)
@@ -279,21 +269,16 @@ def compare(
 
 
 def _labelled(event: Any) -> tuple[tuple[str, dp_accounting.DpEvent], ...]:
-    if isinstance(event, dp_accounting.DpEvent):
-        runs = [("run", event)]
-    elif isinstance(event, Mapping):
-        runs = [(str(label), run) for label, run in event.items()]
-    elif isinstance(event, Sequence) and not isinstance(event, str):
-        runs = [(f"run {index}", run) for index, run in enumerate(event, start=1)]
-    else:
-        raise TypeError(f"Expected event to be a run or several, got {event!r}.")
+    if isinstance(event, list | tuple):
+        event = {f"run {index}": run for index, run in enumerate(event, start=1)}
+    runs = event.items() if isinstance(event, Mapping) else [("run", event)]
     if not runs:
         raise ValueError("Expected at least one run, got none.")
     for _, run in runs:
         if not isinstance(run, RUN_EVENTS):
             known = ", ".join(kind.__name__ for kind in RUN_EVENTS)
-            raise TypeError(f"Expected event to be one of {known}, got {run!r}.")
-    return tuple(runs)
+            raise TypeError(f"Expected event to be one of {known}, or several, got {run!r}.")
+    return tuple((str(label), run) for label, run in runs)
 
 
 def _cell(text: str) -> str:

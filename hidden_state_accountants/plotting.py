@@ -32,20 +32,14 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def check_path(path: str | os.PathLike[str]) -> None:
-    """Whether a picture can be written there: asked before long work.
-
-    Raises:
-        ImportError: matplotlib is missing.
-        ValueError: The folder does not exist or the ending is not a format.
-    """
+    """Raises ImportError or ValueError where no picture can be written: asked before long work."""
     known = new_figure(1.0, 1.0).canvas.get_supported_filetypes()
     place = pathlib.Path(path)
-    if place.suffix.lstrip(".").lower() not in known:
+    if place.suffix.lstrip(".").lower() not in known or not place.parent.is_dir():
         raise ValueError(
-            f"Expected a plot path that ends in .png, .svg or .pdf, got {str(path)!r}."
+            "Expected a path of the plot, in a folder that there is, that ends in .png, .svg or "
+            f".pdf, got {str(path)!r}."
         )
-    if not place.parent.is_dir():
-        raise ValueError(f"Expected a folder for the plot, got {str(place.parent)!r}.")
 
 
 def draw_epsilons(

@@ -16,7 +16,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -36,7 +35,6 @@ from hidden_state_accountants.guarantee import Guarantee
 ATTACKS: tuple[Attack, ...] = (LinearLosses(), QuadraticLosses())
 """Every attack. `audit` runs those whose `event_type` fits and whose `check` finds no obstacle."""
 
-_LOGGER = logging.getLogger(__name__)
 _TARGET_DELTA = 1e-5
 _SMALLEST_DELTA = 1e-10
 _NUM_EPSILONS = 6  # a composed curve takes up to seconds for each
@@ -166,7 +164,7 @@ def audit(
         target_delta: The delta at which epsilons are reported; by default that of a pair, or 1e-5.
             Deltas are compared where the claimed one goes down to 1e-10.
         attacks: By default all of `hidden_state_accountants.auditing.ATTACKS`.
-        progress: Receives one line of text at each stage; by default they are logged at INFO.
+        progress: Receives a line of text at each stage.
 
     Raises:
         TypeError: An argument has the wrong type, or no attack is about this kind of event.
@@ -185,7 +183,7 @@ def audit(
             "package are about LastIterateDpEvent. Give attacks of your own, or test a trainer of "
             "any kind with hidden_state_accountants.auditing.monte_carlo_audit."
         )
-    tell = _LOGGER.info if progress is None else progress
+    tell = progress or (lambda line: None)
     if neighboring_relation is not None:
         neighboring_relation = validate.neighboring_relation(neighboring_relation)
     read = _read(claim, event, neighboring_relation)
