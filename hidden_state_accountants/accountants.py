@@ -373,7 +373,7 @@ class LangevinAccountant(_PaperAccountant):
 
     Args:
         neighboring_relation: See `LastIterateAccountant`.
-        analysis: "sound" is the paper's recursion, balanced best and from a fixed start;
+        analysis: "sound" is what Theorem A proves of the paper's runs, from a fixed start;
             "published" is Corollary 1.
     """
 
@@ -385,8 +385,8 @@ class ChienLiAccountant(_PaperAccountant):
 
     Args:
         neighboring_relation: See `LastIterateAccountant`. The paper's is REPLACE_ONE.
-        analysis: "sound" or "published"; the latter reads WITHOUT_REPLACEMENT batches by Theorem
-            3.12, which is false and warns.
+        analysis: "sound" is what Theorem A proves of the paper's runs; "published" reads
+            WITHOUT_REPLACEMENT batches by Theorem 3.12, which is false and warns.
     """
 
     _bound_type = ChienLi
@@ -397,8 +397,8 @@ class KongRiberoAccountant(_PaperAccountant):
 
     Args:
         neighboring_relation: See `LastIterateAccountant`. The paper's is REPLACE_ONE.
-        analysis: "sound", or "published" for the formulas as stated; Theorem 2.2 under clipping is
-            not proved as stated and warns.
+        analysis: "sound" is what Theorem A proves of the paper's runs; "published" are the formulas
+            as stated, of which Theorem 2.2 is false under clipping and warns.
     """
 
     _bound_type = KongRibero

@@ -29,21 +29,26 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
-from hidden_state_accountants.bounds.chen_liu_2025 import secret_position_rdp
-from hidden_state_accountants.bounds.constant_run import (
-    ConstantRun,
-    constant_run,
+from hidden_state_accountants.bounds.kong_ribero_2025 import theta
+from hidden_state_accountants.bounds.paper import (
+    in_units_of_noise,
+    mean_over_positions,
     unmet_for_constant_run,
 )
-from hidden_state_accountants.bounds.kong_ribero_2025 import sharpened_theorem_2_3, theta
 from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process.conditions import Unmet, linear_modulus, unless
+from hidden_state_accountants.process.noisy_process import NoisyProcess, noisy_process
 
 
 class _Baseline(HiddenStateBound):
-    """A constant run whose update does not expand."""
+    """A constant run whose update does not expand.
+
+    Formal guarantees, of all of them:
+      - Relation: REPLACE_ONE (the papers') and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for FULL batches.
+      - Released: the last iterate alone. Constant hyper-parameters.
+    """
 
     dominated_by = ("shifted_interpolation", "shuffled_once")
     contracts: ClassVar[bool] = False
@@ -56,21 +61,34 @@ class _Baseline(HiddenStateBound):
         ]
         if unmet:
             return unmet
-        modulus = constant_run(event, relation).contraction()
+        modulus = float(noisy_process(event, relation).contraction[0])
         needed = "a modulus of the update of at most 1 (a clip that never acts, or weight decay)"
         if self.contracts:
             needed = "a modulus of the update below 1 (weight decay, or a strongly convex loss)"
         is_met = modulus < 1 or (modulus == 1 and not self.contracts)
         return unless(is_met, "contraction", needed, f"{modulus:g}")
 
+    def _gaussian(self, mu: float) -> Proof:
+        theorem = f"{self.citation.of(self.citation.theorem)}, by shifted interpolation"
+        return Proof(curve=GaussianCurve(mu), theorem=theorem)
+
+
+def _participations(
+    event: LastIterateDpEvent, process: NoisyProcess
+) -> tuple[np.ndarray, np.ndarray]:
+    """E - 1 and r for every position of the record, or for the one that is asked for."""
+    position = event.record_position
+    positions = np.arange(process.period) if position is None else np.array([position])
+    left = np.maximum(event.num_steps - positions, 0)  # steps from the first participation on
+    earlier = np.maximum(-(-left // process.period) - 1, 0)
+    return earlier, left - process.period * earlier
+
 
 class AmplificationByIteration(_Baseline):
     """Privacy amplification by iteration, for every pass over the data.
 
     Formal guarantees:
-      - Relation: REPLACE_ONE (the paper's) and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for FULL batches.
-      - Released: the last iterate alone. Constant hyper-parameters.
-      - Conditions: FULL or CYCLIC batches, a modulus of the update of at most 1.
+      - FULL or CYCLIC batches, a modulus of the update of at most 1.
       - mu-GDP, by Theorem A with equal shifts between two participations, at the position of the
         record or the worst one. FULL batches are composition.
 
@@ -83,29 +101,19 @@ class AmplificationByIteration(_Baseline):
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """mu-GDP: a participation costs 1/n of its square if n steps hide it."""
-        run = constant_run(event, relation)
-        # Feldman et al. 2018, Theorem 34, arXiv 1808.06651v2: theta of Kong & Ribero with L = 1
-        mu_squared = (
-            math.inf
-            if run.sensitivity == math.inf
-            else sharpened_theorem_2_3(
-                1.0, run.num_steps, run.period, run.position, run.sensitivity
-            )
-        )
-        return Proof(
-            curve=GaussianCurve(math.sqrt(mu_squared)),
-            theorem=f"{self.citation.of(self.citation.theorem)}, by shifted interpolation",
-        )
+        process = noisy_process(event, relation)
+        earlier, last = _participations(event, process)
+        # Feldman et al. 2018, Theorem 34, arXiv 1808.06651v2
+        shares = earlier / process.period + theta(1.0, last)
+        return self._gaussian(in_units_of_noise(process)[0] * math.sqrt(shares.max()))
 
 
 class AltschulerTalwar(_Baseline):
     """The bound that stops growing: a convex loss on a bounded domain.
 
     Formal guarantees:
-      - Relation: REPLACE_ONE (the paper's) and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for FULL batches.
-      - Released: the last iterate alone. Constant hyper-parameters.
-      - Conditions: FULL or CYCLIC batches, a modulus of the update of at most 1. Without a domain
-        it is composition. The paper's random batches are not covered here.
+      - FULL or CYCLIC batches, a modulus of the update of at most 1. Without a domain it is
+        composition. The paper's random batches are not covered here.
       - mu-GDP, by Theorem A with shifts that undo every participation at once and, beside it, the
         diameter; the noise is split in the best proportion instead of in halves.
 
@@ -117,34 +125,24 @@ class AltschulerTalwar(_Baseline):
     paper = Citation("Altschuler & Talwar 2022", "the argument by the diameter", "2205.13710")
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
-        """mu-GDP of the best window."""
-        mu = least_over_windows(constant_run(event, relation))
-        return Proof(
-            curve=GaussianCurve(mu),
-            theorem=f"{self.citation.of(self.citation.theorem)}, by shifted interpolation",
-        )
-
-
-def least_over_windows(run: ConstantRun) -> float:
-    """mu of the best window, or of composition."""
-    if run.sensitivity == math.inf:  # no noise
-        return math.inf
-    position = run.last_position if run.position is None else run.position
-
-    def participations(windows: np.ndarray) -> np.ndarray:
-        """How many of the last w steps hold the record."""
-        first = np.maximum(0, -((position - (run.num_steps - windows)) // run.period))
-        return max(0, -((position - run.num_steps) // run.period)) - first
-
-    windows = np.append(run.num_steps, _windows())
-    windows = windows[windows <= run.num_steps]
-    composed = run.sensitivity * np.sqrt(participations(windows))
-    if run.diameter == math.inf:
-        return float(composed[0])
-    c = run.contraction()
-    # Altschuler & Talwar 2022, arXiv 2205.13710: composition of the window, and the diameter
-    left = run.diameter * c * np.sqrt(theta(c, windows))
-    return float(min(composed[0], (composed + left).min()))
+        """mu-GDP of the best window, or of composition."""
+        process, steps = noisy_process(event, relation), event.num_steps
+        s, _, diameter = in_units_of_noise(process)
+        if s == math.inf:  # no noise
+            return self._gaussian(math.inf)
+        position, period = event.record_position, process.period
+        if position is None:
+            position = (steps - 1) % period  # that of the batch processed last
+        windows = np.append(steps, _windows())
+        windows = windows[windows <= steps]
+        before = np.maximum(0, -((position - (steps - windows)) // period))
+        composed = s * np.sqrt(max(0, -((position - steps) // period)) - before)
+        if diameter == math.inf:
+            return self._gaussian(float(composed[0]))
+        c = float(process.contraction[0])
+        # Altschuler & Talwar 2022, arXiv 2205.13710: composition of the window, and the diameter
+        left = diameter * c * np.sqrt(theta(c, windows))
+        return self._gaussian(float(min(composed[0], (composed + left).min())))
 
 
 @functools.cache
@@ -157,10 +155,8 @@ class YeShokri(_Baseline):
     """Noisy gradient descent in full and mini-batches, as a Langevin diffusion.
 
     Formal guarantees:
-      - Relation: REPLACE_ONE (the paper's) and REPLACE_SPECIAL; ADD_OR_REMOVE_ONE for FULL batches.
-      - Released: the last iterate alone. Constant hyper-parameters.
-      - Conditions: FULL, CYCLIC or SHUFFLED_ONCE batches (the paper's "shuffle and partition"), a
-        modulus of the update below 1. The paper's sampling without replacement is not covered.
+      - FULL, CYCLIC or SHUFFLED_ONCE batches (the paper's "shuffle and partition"), a modulus of
+        the update below 1. The paper's sampling without replacement is not covered.
       - Renyi divergences. Each position's is at least alpha mu**2 / 2 of Theorem A, which proves
         them without a diffusion.
 
@@ -175,37 +171,33 @@ class YeShokri(_Baseline):
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """Renyi divergences: of the worst position, or averaged over secret ones."""
-        rates = rates_by_position(constant_run(event, relation))
+        rates = _rates_by_position(event, noisy_process(event, relation))
         if event.batch_order is not BatchOrder.SHUFFLED_ONCE:
             rates = rates.max(keepdims=True)
         return Proof(
-            curve=RdpCurve(functools.partial(secret_position_rdp, rates, 1)),
+            curve=RdpCurve(functools.partial(mean_over_positions, rates)),
             theorem=self.citation.of(self.citation.theorem),
         )
 
 
-def rates_by_position(run: ConstantRun) -> np.ndarray:
+def _rates_by_position(event: LastIterateDpEvent, process: NoisyProcess) -> np.ndarray:
     """D_alpha/alpha for every position of the record, or for the one that is asked for."""
-    positions = np.arange(run.period) if run.position is None else np.array([run.position])
-    if run.sensitivity == math.inf:  # no noise
-        return np.full(len(positions), math.inf)
-    c, square = run.contraction(), run.sensitivity * run.sensitivity
-    left = np.maximum(run.num_steps - positions, 0)  # steps from the first participation on
-    if run.period == 1:
+    c, s = float(process.contraction[0]), in_units_of_noise(process)[0]
+    earlier, last = _participations(event, process)
+    if s == math.inf:  # no noise
+        return np.full(len(last), math.inf)
+    if process.period == 1:
         # Ye & Shokri 2022, full batches, arXiv 2203.05363: a balance of 1/2 in the diffusion
-        return np.atleast_1d(square * (1 + c) / (1 - c) * _one_less_power((1 + c) / 2, left))
-    half = run.period // 2
-    earlier = np.maximum(-(-left // run.period) - 1, 0)
+        return s * s * (1 + c) / (1 - c) * _one_less_power((1 - c) / 2, earlier + last)
+    half = process.period // 2
     # Ye & Shokri 2022, shuffle and partition, arXiv 2203.05363: what an epoch adds, and forgets
-    rest = 2 * (run.period - half)
-    earlier_share = (
-        theta(c, half) * _one_less_power(c, rest * earlier) / _one_less_power(c, np.array([rest]))
-    )
-    return square / 2 * (earlier_share + theta(c, left - run.period * earlier))
+    rest = 2 * (process.period - half)
+    pooled = _one_less_power(1 - c, rest * earlier) / _one_less_power(1 - c, np.array([rest]))
+    return s * s / 2 * (theta(c, half) * pooled + theta(c, last))
 
 
-def _one_less_power(base: float, exponents: np.ndarray) -> np.ndarray:
-    """1 - base**n without cancellation."""
-    if base == 0:
+def _one_less_power(less: float, exponents: np.ndarray) -> np.ndarray:
+    """1 - (1 - less)**n without cancellation, for bases that round to 1 as well."""
+    if less == 1:
         return (exponents > 0).astype(np.float64)
-    return -np.expm1(exponents * math.log(base))
+    return -np.expm1(exponents * math.log1p(-less))

@@ -12,11 +12,10 @@ import math
 import attrs
 import numpy as np
 from dp_accounting import NeighboringRelation
-from scipy import special
 
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.bounds.base import PUBLISHED, SOUND, Bound, Citation, Proof
-from hidden_state_accountants.bounds.chourasia_2021 import log_sobolev_step
+from hidden_state_accountants.bounds.paper import mean_over_positions
 from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
 from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
@@ -69,16 +68,19 @@ def published_rates(
     Source: Chen & Liu 2025 (arXiv 2407.08233), Corollary 4.5 and Lemma C.3.
     """
     rates = np.zeros(noise_variances.shape[1])
-    inverse = 0.0
+    inverse = 0.0  # 1/c
     exponent = prox_lipschitz**-2 if prox_lipschitz else np.inf
     # eta S_g^2 / (4 b^2 o) = s^2 / (2 v) with s = eta S_g / b and v = 2 eta o
     square = (step_size * gradient_sensitivity / batch_size) ** 2
     for row in (2 * step_size * noise_variances).tolist():
         for j, variance in enumerate(row):
             kept = float(rates[j])
-            decay, inverse = log_sobolev_step(
-                1.0, inverse, update_lipschitz, 0.0, variance, prox_lipschitz
-            )
+            stretched = update_lipschitz**2 * inverse
+            spread = stretched + variance
+            decay = stretched / spread if 0 < variance and spread < np.inf else 1.0
+            # a step that forgets its start leaves nothing, with or without noise
+            decay = decay if update_lipschitz else 0.0
+            inverse = prox_lipschitz**2 * spread
             rates = rates * decay**exponent if decay else np.zeros_like(rates)
             rates[j] = kept
             if square:
@@ -86,21 +88,10 @@ def published_rates(
     return rates
 
 
-def secret_position_rdp(rates: np.ndarray, num_blocks: int, orders: np.ndarray) -> np.ndarray:
-    r"""Theorem 4.6: the batch of the record is secret and uniform; the blocks' losses add up.
-
-    .. math:: \varepsilon_K(\alpha) = \frac{p}{\alpha - 1}
-              \log \frac{b}{n} \sum_{j_0} e^{(\alpha - 1)\alpha\rho_{j_0}}
-    """
-    if not np.isfinite(rates).all():
-        return np.full(orders.shape, np.inf)
+def _theorem_4_6(rates: np.ndarray, num_blocks: int, orders: np.ndarray) -> np.ndarray:
+    """The batch of the record is secret and uniform; the blocks' losses add up."""
     # Chen & Liu 2025, Theorem 4.6, arXiv 2407.08233
-    exponents = ((orders - 1) * orders)[..., None] * rates
-    top = exponents.max(axis=-1)
-    # log mean e^x; the second form cancels for small x, the first overflows for large ones
-    small = np.log1p(np.expm1(np.minimum(exponents, 1.0)).mean(axis=-1))
-    large = special.logsumexp(exponents, axis=-1) - np.log(len(rates))
-    return num_blocks * np.where(top < 1, small, large) / (orders - 1)
+    return num_blocks * mean_over_positions(rates, orders)
 
 
 @attrs.frozen
@@ -313,7 +304,7 @@ def _published(event: BlockCoordinateDpEvent, relation: NeighboringRelation, the
         _published_prox_lipschitz(event),
     )
     return Proof(
-        curve=RdpCurve(functools.partial(secret_position_rdp, rates, event.num_blocks)),
+        curve=RdpCurve(functools.partial(_theorem_4_6, rates, event.num_blocks)),
         theorem=theorem,
         assumptions=(
             *_contraction_assumptions(event),

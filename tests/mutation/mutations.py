@@ -397,13 +397,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "bounds/baselines.py": {
         "theorems/test_baselines.py": {
             "baseline_forgets_a_participation_in_the_window": (
-                "first = np.maximum(0, -((position - (run.num_steps - windows)) // run.period))",
-                "first = np.maximum(0, -((position - (run.num_steps - windows + 1)) // "
-                "run.period))",
+                "before = np.maximum(0, -((position - (steps - windows)) // period))",
+                "before = np.maximum(0, -((position - (steps - windows + 1)) // period))",
             ),
             "baseline_forgets_a_whole_epoch_at_once": (
-                "rest = 2 * (run.period - half)",
-                "rest = 2 * (run.period + half)",
+                "rest = 2 * (process.period - half)",
+                "rest = 2 * (process.period + half)",
             ),
         },
     },

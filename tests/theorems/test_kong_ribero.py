@@ -12,7 +12,7 @@ from runs import cyclic_run, full_run, probe_run
 from shift_programs import least_squares_mu_squared
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds import Composition, KongRibero, ShiftedInterpolation
+from hidden_state_accountants.bounds import Composition, KongRibero
 from hidden_state_accountants.bounds.kong_ribero_2025 import theta
 from hidden_state_accountants.process.noisy_process import noisy_process
 
@@ -164,7 +164,7 @@ def test_figure_1_with_clipping_is_never_below_composition():
 
 
 def test_reference_run():
-    assert SOUND.guarantee(probe_run(), REPLACE_SPECIAL).mu == pytest.approx(0.554181, abs=5e-6)
+    assert SOUND.guarantee(probe_run(), REPLACE_SPECIAL).mu == pytest.approx(0.500411, abs=5e-6)
     without = probe_run(weight_decay=0.0)
     assert per_alpha(without, relation=REPLACE_SPECIAL) == pytest.approx(25.25, rel=1e-9)
     unclipped = probe_run(weight_decay=0.0, clip_norm=math.sqrt(2))
@@ -172,12 +172,12 @@ def test_reference_run():
     assert SOUND.guarantee(unclipped, REPLACE_SPECIAL).mu ** 2 == pytest.approx(0.7475, rel=1e-9)
 
 
-# --- the sharpened bound ----------------------------------------------------------------------
+# --- the sound reading ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_sharpened_bound_is_a_plan_of_theorem_a(seed):
-    """Epoch by epoch the optimal shifts, typed as separate programs; never above the paper."""
+def test_the_papers_own_shifts_prove_no_less_than_the_sound_reading(seed):
+    """Shifts that are spent epoch by epoch, typed as separate programs, or in the last step."""
     event, numbers, (_, period), _ = random_case(seed)
     lam, _, _, clip, b, sigma = numbers
     steps, c = event.num_steps, float(noisy_process(event, REPLACE_ONE).contraction[0])
@@ -192,45 +192,14 @@ def test_sharpened_bound_is_a_plan_of_theorem_a(seed):
                 np.full(stop - start, c), own, np.full(stop - start, sigma)
             )
         totals.append(total)
-        if event.domain_diameter == math.inf:
-            here = hsa.LastIterateDpEvent(**changed(event, record_position=position))
-            mu = SOUND.guarantee(here, REPLACE_ONE).mu
-            assert mu**2 == pytest.approx(total, rel=1e-9)
-    guarantee = SOUND.guarantee(event, REPLACE_ONE)
     last = c * event.domain_diameter + 2 * lam * clip / b
     drift = event.domain_diameter + 2 * lam * clip
-    expected = min(max(totals), (min(last, drift) / sigma) ** 2)
-    assert guarantee.mu**2 == pytest.approx(expected, rel=1e-9)
+    own_argument = min(max(totals), (min(last, drift) / sigma) ** 2)
+    least = SOUND.guarantee(event, REPLACE_ONE).mu ** 2
+    assert least <= own_argument * (1 + 1e-9)
     published = PUBLISHED.guarantee(event, REPLACE_ONE)
     if not published.caveat:
-        assert guarantee.mu**2 / 2 <= per_alpha(event) * (1 + 1e-12)
-
-
-def changed(event, **changes):
-    names = [attribute.name for attribute in type(event).__attrs_attrs__]
-    return {name: getattr(event, name) for name in names} | changes
-
-
-def test_theorem_a_uses_the_drift_too():
-    """R + 2 eta C, not c R + s, at the start of a window where steps expand a large domain."""
-    loss = hsa.LossGeometry.smooth(1.0, lipschitz=1.0)
-    event = cyclic_run(
-        learning_rate=0.5,
-        weight_decay=0.0,
-        loss=loss,
-        batch_size=1,
-        dataset_size=1,
-        batch_order="full",
-        num_steps=3000,
-        domain_diameter=50.0,
-    )
-    own = SOUND.guarantee(event, REPLACE_ONE)
-    assert "Theorem 2.2" in own.theorem
-    assert own.mu == pytest.approx((50 + 1) / (0.5 * 2), rel=1e-12)
-    assert own.mu <= Composition().guarantee(event, REPLACE_ONE).mu
-    last_but_one = (51 - 1.5) / 3.25  # of 51, left to the last step: minimises what follows
-    two_steps = math.hypot(51 - last_but_one, 1.5 * last_but_one + 1)
-    assert ShiftedInterpolation().guarantee(event, REPLACE_ONE).mu < two_steps < own.mu
+        assert least / 2 <= per_alpha(event) * (1 + 1e-12)
 
 
 # --- conditions -----------------------------------------------------------------------------------

@@ -11,11 +11,7 @@ from runs import cyclic_run, full_run
 from scipy import integrate
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.chourasia_2021 import (
-    Langevin,
-    log_sobolev_step,
-    recursion_rate,
-)
+from hidden_state_accountants.bounds import Langevin
 from hidden_state_accountants.process.noisy_process import noisy_process
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
@@ -35,7 +31,15 @@ def rate(event, relation=REPLACE_ONE, analysis="sound"):
     return float(Langevin(analysis).guarantee(event, relation).rdp([2.0])[0]) / 2
 
 
-class TestStep:
+def log_sobolev_step(rho, q, contraction, s, v):
+    """The recursion of docs/theory/langevin.md: rate and inverse constant after a step."""
+    d, after = math.sqrt(2 * rho * q), contraction**2 * q + v
+    if d * v >= s * contraction * q:
+        return (contraction * d + s) ** 2 / (2 * after), after
+    return rho + s**2 / (2 * v), after
+
+
+class TestRecursion:
     @pytest.mark.parametrize("seed", seeds(6))
     def test_solves_the_differential_inequality_balanced_best(self, seed):
         """rho' = s^2/(2 v gamma) - (1 - gamma) rho v/(L^2 q + u v), minimised over gamma <= 1."""
@@ -49,28 +53,20 @@ class TestStep:
             return [add / gamma - (1 - gamma) * erosion]
 
         solved = integrate.solve_ivp(slope, (0, 1), [rho], rtol=1e-11, atol=1e-13).y[0, -1]
-        after, inverse = log_sobolev_step(rho, q, contraction, s, v, 0.7)
-        assert after == pytest.approx(solved, rel=1e-8)
-        assert inverse == pytest.approx(0.49 * (contraction**2 * q + v), rel=1e-12)
+        assert log_sobolev_step(rho, q, contraction, s, v)[0] == pytest.approx(solved, rel=1e-8)
 
-    def test_without_the_record_it_is_corollary_4_5_of_chen_and_liu(self):
-        after, _ = log_sobolev_step(0.3, 1 / 1.7, 0.9, 0.0, 0.4)
-        assert after == pytest.approx(0.3 / (1 + 1.7 * 0.4 / 0.81), rel=1e-12)
-
-    def test_degenerate_steps(self):
-        assert log_sobolev_step(0.0, 0.0, 0.9, 1.0, 0.0)[0] == math.inf
-        assert log_sobolev_step(0.3, 1.0, 0.5, 0.0, 0.0) == (0.3, 0.25)
-        assert log_sobolev_step(math.inf, 1.0, 0.5, 0.1, 1.0)[0] == math.inf
-        assert log_sobolev_step(math.inf, 1.0, 0.0, 2.0, 1.0) == (2.0, 1.0)
-        assert log_sobolev_step(0.3, 1e300, 1e10, 0.0, 1.0)[0] == 0.3
-
-    @pytest.mark.parametrize("contraction", [0.0, 0.3, 0.95, 1.0])
-    def test_equals_theorem_a_for_constant_parameters(self, contraction):
-        rho = inverse = 0.0
-        for _ in range(200):
-            rho, inverse = log_sobolev_step(rho, inverse, contraction, 0.7, 2.0)
-        mu = hsa.shifted_gdp_mu([contraction] * 200, 0.7, math.sqrt(2.0))
-        assert rho == pytest.approx(mu**2 / 2, rel=1e-11)
+    @pytest.mark.parametrize("seed", seeds(6))
+    def test_theorem_a_is_never_larger(self, seed):
+        """For any moduli, sensitivities and variances; equal for constant ones that contract."""
+        rng = np.random.default_rng(seed)
+        steps = np.exp(rng.normal(-0.2, 0.7, (30, 3))) * (rng.random((30, 3)) < [1, 0.6, 1])
+        constant = np.tile([rng.uniform(0, 1), 0.7, 1.3], (30, 1))
+        for run, tolerance in ((steps, math.inf), (constant, 1e-11)):
+            rho = q = 0.0
+            for c, s, sigma in run:
+                rho, q = log_sobolev_step(rho, q, c, s, sigma**2)
+            least = hsa.shifted_gdp_mu(*run.T) ** 2 / 2
+            assert least * (1 - 1e-12) <= rho <= least * (1 + tolerance)
 
 
 class TestBound:
@@ -124,10 +120,6 @@ class TestBound:
         process = noisy_process(event, REPLACE_ONE)
         assert process.contraction == pytest.approx(np.full(24, 1 - 0.5 * 0.3), rel=1e-12)
 
-    def test_releases_add_up(self):
-        once = rate(ridge_run(num_steps=8))
-        assert rate(ridge_run(num_steps=24, release_steps=(8, 16))) == pytest.approx(3 * once)
-
     def test_silent_runs(self):
         assert rate(ridge_run(noise_multiplier=0.0)) == math.inf
         assert (
@@ -136,12 +128,6 @@ class TestBound:
         )
         for analysis in ("sound", "published"):
             assert rate(ridge_run(learning_rate=0.0), analysis=analysis) == 0
-
-    def test_long_runs_converge(self):
-        assert rate(ridge_run(num_steps=20_000)) == pytest.approx(
-            rate(ridge_run(num_steps=2_000)), rel=1e-12
-        )
-        assert recursion_rate(noisy_process(ridge_run(), REPLACE_ONE)) > 0
 
 
 class TestConditions:
