@@ -63,23 +63,25 @@ _COHORT = Assumption.declared(
 )
 
 
-@attrs.frozen
+@attrs.frozen(slots=False)
 class _Composed:
-    """Everything composed so far.
+    """Everything composed so far: the guarantees of the runs, with counts, and all else."""
 
-    Attributes:
-        guarantees: Of the runs, with counts.
-        rest: The curve of everything else.
-    """
-
+    relation: NeighboringRelation
     guarantees: tuple[tuple[Guarantee, int], ...] = ()
     rest: Curve = GaussianCurve(0.0)
+    size: int = 1  # of groups, each of whose members the guarantees are about
 
+    @functools.cached_property
     def curve(self) -> Curve:
         runs = [(guarantee.curve, count) for guarantee, count in self.guarantees]
         return compose_curves([*runs, (self.rest, 1)])
 
-    def guarantee(self, relation: NeighboringRelation, curve: Curve) -> Guarantee:
+    @functools.cached_property
+    def curve_of_groups(self) -> Curve:
+        return of_groups(self.curve, self.size)
+
+    def guarantee(self) -> Guarantee:
         guarantees = [guarantee for guarantee, _ in self.guarantees]
         if [count for _, count in self.guarantees] == [1] and self.rest.mu == 0:
             return guarantees[0]
@@ -93,8 +95,8 @@ class _Composed:
 
         only_for = joined("only_for")
         return Guarantee(
-            curve=curve,
-            neighboring_relation=relation,
+            curve=self.curve,
+            neighboring_relation=self.relation,
             group_size=guarantees[0].group_size if guarantees else 1,
             theorem="composition of: " + "; ".join(theorems) if theorems else "nothing composed",
             assumptions=merge_assumptions([guarantee.assumptions for guarantee in guarantees]),
@@ -102,17 +104,16 @@ class _Composed:
             caveat=joined("caveat"),
             citations=tuple(dict.fromkeys(c for g in guarantees for c in g.citations)),
             only_for=only_for,
-            of_all_records=functools.partial(self._of_all, relation) if only_for else None,
+            of_all_records=self._of_all_records if only_for else None,
             only_for_pairs=joined("only_for_pairs"),
         )
 
-    def _of_all(self, relation: NeighboringRelation) -> Guarantee:
+    def _of_all_records(self) -> Guarantee:
         everyone = tuple(
             (guarantee.of_all_records() if guarantee.of_all_records else guarantee, count)
             for guarantee, count in self.guarantees
         )
-        composed = attrs.evolve(self, guarantees=everyone)
-        return composed.guarantee(relation, composed.curve())
+        return attrs.evolve(self, guarantees=everyone).guarantee()
 
 
 def compose_guarantees(
@@ -132,8 +133,7 @@ def compose_guarantees(
             f"Expected guarantees for groups of one size, got {sorted(sizes)}. Compose the runs in "
             "one LastIterateAccountant with group_size."
         )
-    composed = _Composed(guarantees=tuple((guarantee, 1) for guarantee in guarantees))
-    return composed.guarantee(relation, composed.curve())
+    return _Composed(relation, tuple((guarantee, 1) for guarantee in guarantees)).guarantee()
 
 
 class _LastIterateBase(dp_accounting.PrivacyAccountant):
@@ -147,7 +147,8 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
     ):
         super().__init__(validate.neighboring_relation(neighboring_relation))
         self.group_size = validate.integer("group_size", group_size, minimum=1)
-        self._state = self._after = _Composed(), _Composed().curve()
+        self._composed = _Composed(self.neighboring_relation, size=self.group_size)
+        self._after = self._composed
 
     def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:
         raise NotImplementedError
@@ -173,19 +174,17 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
 
     def _maybe_compose(self, event: dp_accounting.DpEvent, count: int, do_compose: bool) -> Any:
         if do_compose:  # of the event that `compose` asked about just before
-            self._state = self._after
+            self._composed = self._after
             return None
         count = max(count, 0)  # `supports` asks with 0; the ledger rejects a negative count
-        composed, _ = self._state
+        composed = self._composed
         for leaf, leaf_count in _leaves(event, count):
             try:
                 composed = self._with(composed, leaf, leaf_count)
             except UnsupportedRunError as error:
                 return _Details(leaf, str(error))
         try:
-            curve = composed.curve()
-            if self.group_size > 1:
-                curve = of_groups(curve, self.group_size)
+            curve = composed.curve_of_groups
         except ValueError as error:
             return _Details(event, f"{error}, together with what is composed already")
         if count:
@@ -193,7 +192,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
                 curve.epsilon(1e-5)  # does the work now: a stock accountant may choke on an event
             except (ArithmeticError, AssertionError, TypeError, ValueError) as error:
                 return _Details(event, f"dp-accounting rejects it: {error!r}")
-        self._after = composed, curve
+        self._after = composed
         return None
 
     def _with(self, composed: _Composed, leaf: dp_accounting.DpEvent, count: int) -> _Composed:
@@ -227,10 +226,10 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             rate = validate.real("sampling_probability", rate, minimum=0, maximum=1)
         except (TypeError, ValueError) as error:
             raise UnsupportedRunError(str(error)) from None
-        on_cohort = _Composed()
+        on_cohort = _Composed(relation)
         for part, count in _leaves(leaf.event, 1):
             on_cohort = self._with(on_cohort, run_of_cohorts(part, relation), count)
-        inside = on_cohort.guarantee(relation, on_cohort.curve())
+        inside = on_cohort.guarantee()
         return attrs.evolve(
             inside,
             curve=of_cohort(inside.curve, rate),
@@ -250,7 +249,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         Returns:
             0 before anything is composed, inf after a non-private event or zero noise.
         """
-        return self._state[1].epsilon(validate.target_delta(target_delta))
+        return self._composed.curve_of_groups.epsilon(validate.target_delta(target_delta))
 
     def get_delta(self, target_epsilon: float) -> float:
         """The smallest proved delta of everything composed.
@@ -258,16 +257,13 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         Args:
             target_epsilon: In [0, inf].
         """
-        return self._state[1].delta(validate.target_epsilon(target_epsilon))
+        return self._composed.curve_of_groups.delta(validate.target_epsilon(target_epsilon))
 
     @property
     def guarantee(self) -> Guarantee:
         """The guarantee of everything composed, with theorem and assumptions."""
-        relation, (composed, curve) = self.neighboring_relation, self._state
-        if self.group_size == 1:
-            return composed.guarantee(relation, curve)
-        of_pairs = composed.guarantee(relation, composed.curve())
-        return attrs.evolve(group_guarantee(of_pairs, self.group_size), curve=curve)
+        found = group_guarantee(self._composed.guarantee(), self.group_size)
+        return attrs.evolve(found, curve=self._composed.curve_of_groups)
 
 
 def _leaves(
