@@ -10,7 +10,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds import BOUNDS, Bound
-from hidden_state_accountants.curves.base import BestOfCurves, best_curve, delta_to_compare
+from hidden_state_accountants.curves.base import best_curve, is_smaller
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.guarantee import Guarantee, Topic
 from hidden_state_accountants.process.conditions import UnmetCondition
@@ -93,8 +93,7 @@ def _is_smaller(candidate: Guarantee, best: Guarantee) -> bool:
     if candidate.mu is not None and best.mu is not None:
         # Theorem A without amplification IS composition; rounding must not decide the name.
         return candidate.mu < best.mu * (1 - 1e-12)
-    delta = delta_to_compare(candidate.curve, best.curve)
-    return BestOfCurves((best.curve, candidate.curve)).smallest(delta)[1] == 1
+    return is_smaller(candidate.curve, best.curve)
 
 
 def check_covered(event: dp_accounting.DpEvent, relation: NeighboringRelation | str) -> None:

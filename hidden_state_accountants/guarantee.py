@@ -16,7 +16,7 @@ from dp_accounting.pld import privacy_loss_distribution
 from hidden_state_accountants import validate
 from hidden_state_accountants.citation import Citation, bibtex
 from hidden_state_accountants.curves import transformed
-from hidden_state_accountants.curves.base import Curve, alternatives
+from hidden_state_accountants.curves.base import Curve, known_of
 from hidden_state_accountants.figures import text_up
 
 _DELTA = 1e-5  # where epsilon is read in one line
@@ -152,8 +152,7 @@ class Guarantee:
 
         Where another bound is joined, epsilon may be smaller than that of mu-GDP.
         """
-        singles = alternatives(self.curve, for_small_deltas=False)
-        known = (single.mu for single, failure in singles if not failure)
+        known = (single.mu for single, failure in known_of(self.curve) if not failure)
         return min((mu for mu in known if mu is not None), default=None)
 
     def epsilon(self, delta: float) -> float:

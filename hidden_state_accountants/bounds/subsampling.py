@@ -50,7 +50,6 @@ from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.curves.base import (
     Curve,
     CurveForSmallDeltas,
-    CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
     best_curve,
@@ -132,16 +131,16 @@ class Subsampling(HiddenStateBound):
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The best window found, segment by segment, of both plans."""
-        curve = _curve(event, relation, USUAL)
-        if not isinstance(curve, CurveWithDelta) or curve.extra <= USUAL.failure:  # as planned
-            small = functools.partial(_curve, event, relation, FOR_SMALL_DELTAS)
+        run = _planned(event, relation)
+        curve = with_delta(run.released_curve(event), run.failure)
+        if run.failure <= USUAL.failure:  # as planned
+
+            def small() -> Curve:
+                rarer = _planned(event, relation, FOR_SMALL_DELTAS)
+                return with_delta(rarer.released_curve(event), rarer.failure)
+
             curve = best_curve([curve, CurveForSmallDeltas(curve, _SMALL_DELTA, small)])
         return Proof(curve=curve, theorem=f"{self.citation.of('Theorem C')}, sampled batches")
-
-
-def _curve(event: LastIterateDpEvent, relation: NeighboringRelation, target: Target) -> Curve:
-    run = _planned(event, relation, target)
-    return with_delta(run.released_curve(event), run.failure)
 
 
 def _planned(

@@ -3,7 +3,6 @@
 from hidden_state_accountants.curves.base import (
     BestOfCurves,
     Curve,
-    CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
     RdpCurve,
@@ -12,7 +11,6 @@ from hidden_state_accountants.curves.base import (
 __all__ = [
     "BestOfCurves",
     "Curve",
-    "CurveWithDelta",
     "GaussianCurve",
     "GaussianMixtureCurve",
     "RdpCurve",

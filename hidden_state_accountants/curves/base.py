@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from typing import cast
 
 import attrs
@@ -267,23 +267,6 @@ class SquareRootCurve(ComposableCurve):
         return None
 
 
-@attrs.frozen
-class CurveWithDelta(Curve):
-    """A curve that holds except with probability `extra`, which adds to every delta."""
-
-    curve: Curve
-    extra: float
-
-    def epsilon(self, delta: float) -> float:
-        return self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf
-
-    def least_epsilon(self, delta: float) -> float:
-        return self.curve.least_epsilon(delta - self.extra) if delta > self.extra else math.inf
-
-    def delta(self, epsilon: float) -> float:
-        return min(1.0, self.curve.delta(epsilon) + self.extra)
-
-
 @attrs.frozen(eq=False, slots=False)
 class CurveForSmallDeltas(Curve):
     """A curve that is worked out only at deltas for which another one is not made.
@@ -318,100 +301,107 @@ class CurveForSmallDeltas(Curve):
         return self.made.delta(epsilon)
 
 
-def with_delta(curve: Curve, extra: float) -> Curve:
-    """The curve with a probability of failure, beside the one that it may have already."""
-    return CurveWithDelta(curve, extra) if extra else curve
-
-
-def alternatives(
-    curve: Curve, *, for_small_deltas: bool = True
-) -> tuple[tuple[ComposableCurve, float], ...]:
-    """All that is known of one mechanism, however the best of several and failures are nested.
-
-    Whatever reads the inside of a curve (composition, groups, cohorts, selection) asks here.
-
-    Args:
-        curve: Any.
-        for_small_deltas: Whether to work out what is for small deltas alone.
-
-    Returns:
-        At least one (curve, failure) pair: a curve that is neither the best of several nor has a
-        failure of its own, and the probability that it does not hold. Every curve once, with its
-        smallest failure.
-    """
-    found: dict[int, tuple[ComposableCurve, float]] = {}
-    for single, failure in _unfolded(curve, for_small_deltas):
-        if id(single) not in found or failure < found[id(single)][1]:
-            found[id(single)] = single, failure
-    return tuple(found.values())
-
-
-def _unfolded(curve: Curve, for_small_deltas: bool) -> Iterator[tuple[ComposableCurve, float]]:
-    if isinstance(curve, BestOfCurves):
-        for part in curve.curves:
-            yield from _unfolded(part, for_small_deltas)
-    elif isinstance(curve, CurveWithDelta):
-        for single, failure in _unfolded(curve.curve, for_small_deltas):
-            yield single, failure + curve.extra
-    elif isinstance(curve, CurveForSmallDeltas):
-        if for_small_deltas:
-            yield from _unfolded(curve.made, for_small_deltas)
-    else:
-        yield cast(ComposableCurve, curve), 0.0
-
-
-def best_curve(curves: Sequence[Curve]) -> Curve:
-    """The best of curves that all hold, at least one."""
-    return curves[0] if len(curves) == 1 else BestOfCurves(tuple(curves))
-
-
-def delta_to_compare(*curves: Curve) -> float:
-    """Where curves of any kind are compared: a delta at which all of them say something.
-
-    What may fail says nothing at a delta below its failure, and may still be smaller above.
-    """
-    known = (alternatives(curve, for_small_deltas=False) for curve in curves)
-    return min(1.0, _DELTA + max(min((p for _, p in single), default=0.0) for single in known))
+Known = tuple[tuple[Curve, float], ...]
+"""Curves of one mechanism, each with the probability that it does not hold, which adds to delta."""
 
 
 @attrs.frozen(eq=False)
 class BestOfCurves(Curve):
-    """Several curves that all hold: at every point the smallest counts.
+    """What is known of one mechanism: at every point the smallest counts.
+
+    Nothing is nested: `best_curve` and `with_delta`, which make this, take apart what they are
+    given.
 
     Attributes:
-        curves: At least one.
+        known: At least one curve, none of which is the best of others.
     """
 
-    curves: tuple[Curve, ...]
+    known: Known
 
     def epsilon(self, delta: float) -> float:
-        return self.smallest(delta)[0]
+        return smallest(self.known, delta)[0]
 
     def least_epsilon(self, delta: float) -> float:
-        return min(curve.least_epsilon(delta) for curve in self.curves)
-
-    def smallest(self, delta: float) -> tuple[float, int]:
-        """The smallest epsilon, and the place of the first curve that has it.
-
-        A curve that cannot be smaller than one of those before it is not worked out.
-        """
-        bounds = sorted((curve.least_epsilon(delta), i) for i, curve in enumerate(self.curves))
-        best = math.inf, len(self.curves)
-        for least, place in bounds:
-            if least <= best[0]:
-                best = min(best, (self.curves[place].epsilon(delta), place))
-        return best
+        return min(_least_epsilons(self.known, delta), default=(math.inf, 0))[0]
 
     def delta(self, epsilon: float) -> float:
-        return min(curve.delta(epsilon) for curve in self.curves)
+        return min(1.0, *(curve.delta(epsilon) + failure for curve, failure in self.known))
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return np.min([curve.rdp(orders) for curve in self.curves], axis=0)
+        sure = [curve.rdp(orders) for curve, failure in self.known if not failure]
+        return np.min([*sure, np.full(np.shape(orders), math.inf)], axis=0)
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        best = self.curves[self.smallest(delta_to_compare(*self.curves))[1]].to_dpevent()
-        if best is not None:
-            return best
-        by_epsilon = sorted(self.curves, key=lambda curve: curve.epsilon(_DELTA))
+        sure = (curve for curve, failure in self.known if not failure)
+        by_epsilon = sorted(sure, key=lambda curve: curve.epsilon(_DELTA))
         events = (curve.to_dpevent() for curve in by_epsilon)
         return next((event for event in events if event is not None), None)
+
+
+def known_of(curve: Curve) -> Known:
+    """The curves that hold of the mechanism of a curve."""
+    return curve.known if isinstance(curve, BestOfCurves) else ((curve, 0.0),)
+
+
+def best_curve(curves: Iterable[Curve]) -> Curve:
+    """The best of curves of one mechanism, at least one."""
+    return _best_of(single for curve in curves for single in known_of(curve))
+
+
+def with_delta(curve: Curve, extra: float) -> Curve:
+    """A curve that holds except with probability `extra`, which adds to every delta."""
+    return _best_of((single, failure + extra) for single, failure in known_of(curve))
+
+
+def _best_of(known: Iterable[tuple[Curve, float]]) -> Curve:
+    """Every curve once, with its smallest failure."""
+    found: dict[int, tuple[Curve, float]] = {}
+    for single, failure in known:
+        if id(single) not in found or failure < found[id(single)][1]:
+            found[id(single)] = single, failure
+    (first, failure), *others = found.values()
+    return BestOfCurves(tuple(found.values())) if others or failure else first
+
+
+def alternatives(curve: Curve) -> tuple[tuple[ComposableCurve, float], ...]:
+    """All that is known of one mechanism, with what is for small deltas worked out.
+
+    Whatever reads the inside of a curve (composition, groups, cohorts, selection) asks here.
+    """
+    made = (
+        with_delta(single.made if isinstance(single, CurveForSmallDeltas) else single, failure)
+        for single, failure in known_of(curve)
+    )
+    return cast(tuple[tuple[ComposableCurve, float], ...], known_of(best_curve(made)))
+
+
+def _least_epsilons(curves: Known, delta: float) -> list[tuple[float, int]]:
+    """Of those that say anything at a delta, with their places."""
+    return [
+        (curve.least_epsilon(delta - failure), place)
+        for place, (curve, failure) in enumerate(curves)
+        if delta > failure or not failure
+    ]
+
+
+def smallest(curves: Known, delta: float) -> tuple[float, int]:
+    """The smallest epsilon, and the place of the first curve that has it.
+
+    A curve that cannot be smaller than another one is not worked out.
+    """
+    best = math.inf, len(curves)
+    for least, place in sorted(_least_epsilons(curves, delta)):
+        if least <= best[0]:
+            curve, failure = curves[place]
+            best = min(best, (curve.epsilon(delta - failure), place))
+    return best
+
+
+def is_smaller(curve: Curve, other: Curve) -> bool:
+    """Whether the epsilon of a curve is smaller at a delta at which both of them say something.
+
+    What may fail says nothing at a delta below its failure, and may still be smaller above.
+    """
+    failures = (min(failure for _, failure in known_of(either)) for either in (curve, other))
+    delta = min(1.0, _DELTA + max(failures))
+    return smallest(((other, 0.0), (curve, 0.0)), delta)[1] == 1

@@ -12,7 +12,6 @@ import dp_accounting
 import numpy as np
 
 from hidden_state_accountants.curves.base import (
-    BestOfCurves,
     ComposableCurve,
     Curve,
     GaussianCurve,
@@ -21,6 +20,7 @@ from hidden_state_accountants.curves.base import (
     RdpCurve,
     alternatives,
     best_curve,
+    smallest,
     with_delta,
 )
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss
@@ -76,11 +76,7 @@ def _choice(
     telling = [single for single in known if single[1] < delta]
     if not telling:
         return min(known, key=lambda single: single[1])
-    if len(telling) == 1:
-        return telling[0]
-    return telling[
-        BestOfCurves(tuple(with_delta(*single) for single in telling)).smallest(delta)[1]
-    ]
+    return telling[0] if len(telling) == 1 else telling[smallest(tuple(telling), delta)[1]]
 
 
 def _composed(curves: Sequence[tuple[ComposableCurve, int]]) -> ComposableCurve:

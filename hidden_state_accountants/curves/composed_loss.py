@@ -31,8 +31,7 @@ from hidden_state_accountants.curves.profiles import RELATIVE_ERROR
 _LOST = 1e-19  # more than what leaves the window (2 exp(-45)), or is left out, or underflows
 _VANISHED = 1e-40  # of a characteristic function: what is smaller is left out
 _SMALLEST = 1e-280  # more than what underflows in 1e13 profiles: it is no delta of 0
-_LARGEST_TILT = 1e6
-_HALVINGS = 12  # of an interval of tilts
+_FIRST_TILT, _LARGEST_TILT = 0.25, 1e6
 _HARDLY = 1e-6  # more than all rounding of a mean
 _MOST_COUNT = 10**13  # beyond it the error is no small number any more
 _MOST_CELLS = 2**23  # of a window: arrays of 64 MB
@@ -100,29 +99,22 @@ class _Direction:
         L is above a = m - s with a tilted probability of 1/2 at least, and then m + s at most in
         the mean, so that (Jensen) L > a has a probability of M exp(-theta (m + s)) / 2 at least.
         """
-        if delta >= 1 / 4:
-            return 0.0
 
-        def is_likely(theta: float) -> bool:
-            tilt = self._parts.rough_tilt(theta)
+        def log_likely(tilt: RoughTilt) -> float:
             above = tilt.mean + math.sqrt(max(tilt.variance, 0.0))
-            return tilt.log_mass - theta * above > math.log(4 * delta)
+            return tilt.log_mass - tilt.theta * above - math.log(2)
 
-        high = 1.0
-        while is_likely(high) and high < _LARGEST_TILT:
-            high *= 2
-        low = 0.0 if high == 1 else high / 2
-        for _ in range(_HALVINGS):
-            middle = (low + high) / 2
-            low, high = (middle, high) if is_likely(middle) else (low, middle)
-        tilt = self._parts.tilt(low)
-        mean, variance = self._parts.moments(tilt)
-        deviation = math.sqrt(variance)
-        log_likely = tilt.log_mass - tilt.rounding - low * (mean + deviation) - math.log(2)
-        missed = math.exp(min(math.log(delta) - log_likely, 0.0))
+        theta, following = 0.0, _FIRST_TILT
+        while theta < _LARGEST_TILT and (
+            log_likely(self._parts.rough_tilt(following)) > math.log(2 * delta)
+        ):
+            theta, following = following, 2 * following
+        tilt = self._parts.moments(self._parts.tilt(theta))
+        missed = math.exp(min(math.log(delta) - log_likely(tilt), 0.0))
         if missed > 1 - _HARDLY:
             return 0.0
-        return max(0.0, (mean - deviation + math.log1p(-missed)) * (1 - _HARDLY))
+        least = tilt.mean - math.sqrt(tilt.variance) + math.log1p(-missed)
+        return max(0.0, least * (1 - _HARDLY))
 
     def delta(self, epsilon: float) -> float:
         highest = self._parts.highest
@@ -407,15 +399,15 @@ class Parts:
             total += count * np.array([log_mass, mean, float(tilted @ (losses - mean) ** 2)])
         return RoughTilt(theta, *total.tolist())
 
-    def moments(self, tilt: Tilt) -> tuple[float, float]:
-        """Mean and variance of the total loss under a tilt."""
-        means, variances = [], []
+    def moments(self, tilt: Tilt) -> RoughTilt:
+        """Mean and variance of the total loss under a tilt, and no more than log M."""
+        mean = variance = 0.0
         for first, masses, count in tilt.parts:
             losses = (first + np.arange(len(masses))) * self.grid
-            mean = float(masses @ losses)
-            means.append(count * mean)
-            variances.append(count * float(masses @ (losses - mean) ** 2))
-        return math.fsum(means), math.fsum(variances)
+            center = float(masses @ losses)
+            mean += count * center
+            variance += count * float(masses @ (losses - center) ** 2)
+        return RoughTilt(tilt.theta, tilt.log_mass - tilt.rounding, mean, variance)
 
     def next_tilt(self, tilt: RoughTilt) -> RoughTilt:
         """A larger tilt whose law is a few nats away; the same if nothing is left to tilt.

@@ -15,7 +15,7 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.cli import app as cli
-from hidden_state_accountants.curves.base import CurveWithDelta, GaussianCurve
+from hidden_state_accountants.curves.base import BestOfCurves, GaussianCurve
 from hidden_state_accountants.curves.transformed import GroupCurve
 from hidden_state_accountants.process.groups import run_of_groups
 from hidden_state_accountants.process.noisy_process import noisy_process
@@ -45,16 +45,16 @@ class TestTheChain:
     @pytest.mark.parametrize("size", [2, 3, 7])
     @pytest.mark.parametrize("mu", [0.1, 1.0])
     def test_of_gaussian_tests_is_a_gaussian_test(self, mu, size):
-        found, exact = GroupCurve(CurveWithDelta(GaussianCurve(mu), 0.0), size), size * mu
+        found, exact = GroupCurve(BestOfCurves(((GaussianCurve(mu), 0.0),)), size), size * mu
         for delta in (1e-9, 1e-5, 1e-2):
             epsilon = GaussianCurve(exact).epsilon(delta)
             assert epsilon <= found.epsilon(delta) <= 1.01 * epsilon
             assert found.delta(found.epsilon(delta)) <= delta
 
     def test_the_ends(self):
-        nothing = GroupCurve(CurveWithDelta(GaussianCurve(0.0), 0.0), 3)
+        nothing = GroupCurve(BestOfCurves(((GaussianCurve(0.0), 0.0),)), 3)
         assert nothing.delta(0.0) == nothing.delta(math.inf) == nothing.epsilon(1e-9) == 0
-        failing = GroupCurve(CurveWithDelta(GaussianCurve(0.5), 1e-9), 3)
+        failing = GroupCurve(BestOfCurves(((GaussianCurve(0.5), 1e-9),)), 3)
         assert failing.delta(math.inf) == 1.0
         assert failing.epsilon(1e-10) == math.inf
         for epsilon in (0.5, 3.0):  # a failure of a later test counts e^epsilon times

@@ -15,9 +15,9 @@ from hidden_state_accountants.accountants import BoundAccountant
 from hidden_state_accountants.bounds import Composition
 from hidden_state_accountants.curves.base import (
     BestOfCurves,
-    CurveWithDelta,
     GaussianCurve,
     alternatives,
+    best_curve,
     with_delta,
 )
 from hidden_state_accountants.curves.composed import compose_curves
@@ -142,8 +142,8 @@ def test_exports_compose_to_the_same_figure(order, relation, usual):
 
 def test_the_best_of_curves_that_may_fail_in_any_order_of_nesting():
     one, two, three = GaussianCurve(0.5), GaussianCurve(1.0), GaussianCurve(2.0)
-    inside = BestOfCurves((CurveWithDelta(one, 1e-7), BestOfCurves((two, three))))
-    nested = BestOfCurves((CurveWithDelta(CurveWithDelta(inside, 1e-11), 1e-10), three))
+    inside = best_curve([with_delta(one, 1e-7), best_curve([two, three])])
+    nested = best_curve([with_delta(with_delta(inside, 1e-11), 1e-10), three])
     found = alternatives(nested)
     assert [curve for curve, _ in found] == [one, two, three]
     assert [failure for _, failure in found] == pytest.approx([1.0011e-7, 1.1e-10, 0.0])
@@ -165,7 +165,7 @@ def test_whatever_is_composed_has_no_curve_inside_another(order, relation, usual
     for parts in compositions(order, relation, usual(2, 6)):
         for curve, failure in alternatives(accountant_of(parts, relation).guarantee.curve):
             assert failure < 1
-            assert not isinstance(curve, BestOfCurves | CurveWithDelta)
+            assert not isinstance(curve, BestOfCurves)
             for part, _ in getattr(curve, "parts", ()):
                 assert alternatives(part) == ((part, 0.0),)
 

@@ -10,10 +10,10 @@ from scipy import integrate, stats
 
 from hidden_state_accountants.curves import composed
 from hidden_state_accountants.curves.base import (
-    CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
     RdpCurve,
+    with_delta,
 )
 from hidden_state_accountants.curves.composed import ComposedCurve, compose_curves
 from hidden_state_accountants.curves.composed_loss import ComposedLoss
@@ -174,7 +174,7 @@ class TestComposition:
             assert exact.epsilon(delta) < few.epsilon(delta) < 1.2 * exact.epsilon(delta)
 
     def test_extra_deltas_add_up(self):
-        curve = compose_curves([(CurveWithDelta(mixture(), 1e-4), 3)])
+        curve = compose_curves([(with_delta(mixture(), 1e-4), 3)])
         inner = compose_curves([(mixture(), 3)])
         assert curve.delta(2.0) == pytest.approx(inner.delta(2.0) + 3e-4)
         assert curve.epsilon(3e-4) == math.inf

@@ -13,10 +13,10 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.curves.base import (
-    CurveWithDelta,
     GaussianCurve,
     GaussianMixtureCurve,
     RdpCurve,
+    with_delta,
 )
 from hidden_state_accountants.curves.by_profile import SampledCurve, replaced_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
@@ -57,7 +57,7 @@ MAKE = {
     "mixtures and an event": lambda: compose_curves(
         [(mixture(), 40), (standard(poisson(0.05, 1.0), 100), 1)]
     ),
-    "a probability": lambda: CurveWithDelta(compose_curves([(mixture(), 40)]), 1e-13),
+    "a probability": lambda: with_delta(compose_curves([(mixture(), 40)]), 1e-13),
     "divergences": lambda: compose_curves([(mixture(), 40), (RdpCurve(lambda a: 0.01 * a), 1)]),
     "reshuffled": lambda: guarantee_of(batch_order="reshuffled"),
     "theorem b": lambda: guarantee_of(batch_order="poisson"),

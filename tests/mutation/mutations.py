@@ -736,12 +736,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "bounds/subsampling.py": {
         "theorems/test_random_distance.py": {
             "what_was_planned_never_fails": (
-                "return with_delta(run.released_curve(event), run.failure)",
-                "return with_delta(run.released_curve(event), 0.0)",
+                "curve = with_delta(run.released_curve(event), run.failure)",
+                "curve = run.released_curve(event)",
             ),
             "second_plan_is_the_first_one": (
-                "small = functools.partial(_curve, event, relation, FOR_SMALL_DELTAS)",
-                "small = functools.partial(_curve, event, relation, USUAL)",
+                "rarer = _planned(event, relation, FOR_SMALL_DELTAS)",
+                "rarer = _planned(event, relation, USUAL)",
             ),
             "long_runs_are_planned_as_short_ones": (
                 "self.plan(0, longer if longer <= memory else self.process.num_steps)",
@@ -770,12 +770,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "curves/base.py": {
         "core/test_engine_details.py": {
             "extra_delta_is_forgotten_by_delta": (
-                "return min(1.0, self.curve.delta(epsilon) + self.extra)",
-                "return min(1.0, self.curve.delta(epsilon))",
+                "curve.delta(epsilon) + failure for curve, failure in self.known",
+                "curve.delta(epsilon) for curve, failure in self.known",
             ),
             "extra_delta_is_forgotten_by_epsilon": (
-                "self.curve.epsilon(delta - self.extra) if delta > self.extra else math.inf",
-                "self.curve.epsilon(delta) if delta > self.extra else math.inf",
+                "best = min(best, (curve.epsilon(delta - failure), place))",
+                "best = min(best, (curve.epsilon(delta), place))",
             ),
         },
         "laws/test_curves.py": {
@@ -786,14 +786,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "laws/test_composition.py": {
             "best_of_curves_is_unfolded_once": (
-                "            yield from _unfolded(part, for_small_deltas)",
-                "            yield cast(ComposableCurve, part), 0.0",
+                "return _best_of(single for curve in curves for single in known_of(curve))",
+                "return BestOfCurves(tuple((curve, 0.0) for curve in curves))",
             ),
-        },
-        "theorems/test_curvature.py": {
             "failure_of_a_nested_curve_is_dropped": (
-                "yield single, failure + curve.extra",
-                "yield single, failure",
+                "return _best_of((single, failure + extra) for single, failure in known_of(curve))",
+                "return _best_of((single, extra) for single, _ in known_of(curve))",
             ),
         },
     },

@@ -14,7 +14,7 @@ from runs import cyclic_run, full_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.curves.base import BestOfCurves, CurveWithDelta, GaussianCurve
+from hidden_state_accountants.curves.base import GaussianCurve, best_curve, with_delta
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.process.batch_curvature import batch_share
 from hidden_state_accountants.process.noisy_process import noisy_process
@@ -248,10 +248,10 @@ class TestWhereItIsUsed:
         assert accountant.get_epsilon(1e-5) == every.compose(event).get_epsilon(1e-5)
 
     def test_what_is_known_of_one_mechanism_alone_bounds_not_two(self):
-        fails, sure = CurveWithDelta(GaussianCurve(0.1), 1e-6), GaussianCurve(2.0)
+        fails, sure = with_delta(GaussianCurve(0.1), 1e-6), GaussianCurve(2.0)
         alone = compose_curves([(fails, 1), (sure, 1)])
         assert alone.epsilon(1e-7) == math.inf
-        either = BestOfCurves((fails, CurveWithDelta(GaussianCurve(1.0), 1e-12)))
+        either = best_curve([fails, with_delta(GaussianCurve(1.0), 1e-12)])
         both = compose_curves([(either, 1), (sure, 1)])
         assert both.epsilon(1e-5) == GaussianCurve(math.hypot(0.1, 2.0)).epsilon(9e-6)
         expected = GaussianCurve(math.hypot(1.0, 2.0)).epsilon(1e-7)

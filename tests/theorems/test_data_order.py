@@ -122,7 +122,7 @@ class TestReshuffled:
         alone = attrs.evolve(event, num_steps=4)
         epoch = ShuffledOnce().guarantee(attrs.evolve(alone, batch_order="shuffled_once"), SPECIAL)
         curve = Reshuffled().guarantee(event, SPECIAL).curve
-        assert len(curve.curves) == 2  # with and without carries: nothing else is proven
+        assert len(curve.known) == 2  # with and without carries: nothing else is proven
         orders = np.array([2.0, 7.0])
         assert (curve.rdp(orders) < 0.9 * 3 * epoch.rdp(orders)).all()
 

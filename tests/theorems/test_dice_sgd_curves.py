@@ -266,7 +266,7 @@ def test_the_split_bound_wins_where_participations_are_rare_in_the_noise():
         num_steps=2000, gradient_bound=1.02,
     )  # fmt: skip
     best = sound_curve(event, SPECIAL)
-    revealed = best.curves[0]
+    revealed = best.known[0][0]
     assert best.epsilon(1e-5) < 0.6 * revealed.epsilon(1e-5)
     # No split does without the noise of ordinary DP-SGD.
     plain = sound_curve(hsa.DiceSgdDpEvent(**(

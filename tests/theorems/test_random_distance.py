@@ -32,7 +32,7 @@ from hidden_state_accountants.bounds.subsampling import (
     _planned,
     _SampledRun,
 )
-from hidden_state_accountants.curves.base import CurveWithDelta
+from hidden_state_accountants.curves.base import CurveForSmallDeltas, known_of
 from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLines, modulus_lines
 from hidden_state_accountants.process.noisy_process import noisy_process
 
@@ -273,11 +273,11 @@ class TestModulusLines:
         assert clipped().num_steps <= run.event.num_steps < 2 * clipped().num_steps
         assert run.failure == sizes.failure + 5e-13 <= 1e-12
         curve = Subsampling().guarantee(clipped(), SPECIAL).curve
-        first, second = curve.curves
-        assert first.extra == run.failure
-        assert first.epsilon(run.failure) == math.inf
-        rarer = _planned(clipped(), SPECIAL, FOR_SMALL_DELTAS)
-        assert second.make().extra == rarer.failure <= 1e-18
+        second = curve.known[-1][0]
+        assert min(failure for _, failure in second.other.known) == run.failure
+        assert second.other.epsilon(run.failure) == math.inf
+        rarer = _planned(clipped(), SPECIAL, FOR_SMALL_DELTAS).failure
+        assert min(failure for _, failure in second.made.known) == rarer <= 1e-18
 
     def test_sizes_that_concentrate_gain(self):
         """The effective modulus of 1, 10, 100 and 1000 steps, between those of b and of k_max."""
@@ -501,7 +501,7 @@ class TestSmallDeltas:
 
     def test_no_jump_where_the_first_plan_may_fail(self):
         curve = Subsampling().guarantee(clipped(), SPECIAL).curve
-        first, second = curve.curves
+        second = curve.known[-1][0]
         deltas = np.geomspace(1e-8, 1e-15, 43)
         epsilons = np.array([curve.epsilon(d) for d in deltas])
         assert (np.diff(epsilons) >= 0).all()
@@ -510,15 +510,16 @@ class TestSmallDeltas:
             assert curve.delta(epsilon) <= delta
         assert second.epsilon(1e-6) == second.least_epsilon(1e-6) == math.inf
         assert second.delta(curve.epsilon(1e-6)) == 1.0
-        assert first.epsilon(5e-13) == math.inf > second.epsilon(5e-13)
-        assert second.epsilon(second.make().extra) == math.inf
+        assert second.other.epsilon(5e-13) == math.inf > second.epsilon(5e-13)
+        assert second.epsilon(min(failure for _, failure in second.made.known)) == math.inf
 
     def test_a_usual_delta_does_not_work_it_out(self):
         curve = Subsampling().guarantee(clipped(learning_rate=0.45), SPECIAL).curve
         assert curve.epsilon(1e-5) < curve.epsilon(1e-6) < math.inf
         assert curve.delta(0.1) > 0
-        assert "made" not in vars(curve.curves[1])
+        assert "made" not in vars(curve.known[-1][0])
 
     def test_a_cap_that_acts_has_one_plan(self):
         event = clipped(max_batch_size=clipped().batch_size + 5)
-        assert isinstance(Subsampling().guarantee(event, SPECIAL).curve, CurveWithDelta)
+        curve = Subsampling().guarantee(event, SPECIAL).curve
+        assert not any(isinstance(single, CurveForSmallDeltas) for single, _ in known_of(curve))
