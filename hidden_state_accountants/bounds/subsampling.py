@@ -72,7 +72,6 @@ _NEGLIGIBLE = 1e-2  # beside the probability that a window does not cover
 _TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal ones is looked at
 _FORGOTTEN = 1e-4  # the share of a step's sensitivity that distances before them may leave
 _NEARLY_FORGOTTEN = 1e-2
-_MANY = 2**12  # equal steps for which shorter runs are planned
 _MOST_PLANS = 64
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
 _SMALL_DELTA = 1e-7  # from here on a second plan counts beside the first one
@@ -292,10 +291,7 @@ class _SampledRun:
     def window(self, start: int, stop: int) -> Curve | None:
         """About the best window of a segment; None if the whole segment is better."""
         steps = self.segment(start, stop)
-        if self.process.is_constant:
-            plan = self._for_plans().plan_of_equal(stop - start)
-        else:
-            plan = self.plan(start, stop, steps)
+        plan = self.plan(start, stop)
         if plan is None or len(steps.step_mu) == 1:
             return None
         length = min(plan.length, len(steps.step_mu) - 1)  # planned for no fewer steps
@@ -303,36 +299,20 @@ class _SampledRun:
         plan = moved(plan, steps, step_profile(self.event, self.relation), self.target.delta)
         return self.curve_of(window_of(steps, plan))
 
-    def _for_plans(self) -> _SampledRun:
-        """A run of many more steps, so that runs of all lengths have the same plans."""
-        if self.event.max_batch_size is not None or self.event.num_steps >= _MANY:
-            return self
-        return _equal_steps(attrs.evolve(self.event, num_steps=_MANY), self.relation, self.target)
-
-    def plan_of_equal(self, num_steps: int) -> Plan | None:
-        """That of the next power of two, or of all steps if they have forgotten their start.
-
-        Few plans are searched for, so that a run that goes on is not searched after each epoch.
-        What holds with a plan for a longer run holds for a shorter one, whose distance is no
-        larger.
-        """
-        memory = self._looked_at(self.process.num_steps, _NEARLY_FORGOTTEN)[0]
-        longer = 2 ** math.ceil(math.log2(max(2, num_steps)))
-        return self.plan(0, longer if longer <= memory else self.process.num_steps)
-
-    def plan(self, start: int, stop: int, known: SampledSteps | None = None) -> Plan | None:
+    def plan(self, start: int, stop: int) -> Plan | None:
         """A window that is about the best in a segment; None if the whole segment is better.
 
-        Args:
-            start: The step before the segment.
-            stop: Its last step.
-            known: `segment` of it, if the caller has it already.
+        Few plans are searched for: of equal steps that of the next power of two, as what holds with
+        a plan for a longer run holds for a shorter one, whose distance is no larger.
         """
+        if self.process.is_constant:
+            longer = 2 ** math.ceil(math.log2(stop - start))
+            start, stop = 0, min(longer, self.process.num_steps)
         factor = _rounding_of_noise(self.event)
         event = _with_noise(self.event, factor)
 
         def search() -> Plan | None:
-            steps = self.segment(start, stop, _NEARLY_FORGOTTEN) if known is None else known
+            steps = self.segment(start, stop, _NEARLY_FORGOTTEN)
             noise_std, step_mu = steps.noise_std * factor, steps.step_mu / factor
             scaled = attrs.evolve(steps, noise_std=noise_std, step_mu=step_mu)
             return best_plan(scaled, step_profile(event, self.relation), self.target.delta)

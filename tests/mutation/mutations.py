@@ -744,8 +744,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "rarer = _planned(event, relation, USUAL)",
             ),
             "long_runs_are_planned_as_short_ones": (
-                "self.plan(0, longer if longer <= memory else self.process.num_steps)",
-                "self.plan(0, min(longer, memory))",
+                "start, stop = 0, min(longer, self.process.num_steps)",
+                "start, stop = 0, min(longer, self.process.num_steps, 1024)",
             ),
             "products_of_moduli_never_fail": (
                 "failure = sizes.failure + target.failure / 2",
