@@ -109,69 +109,52 @@ def modulus_lines(
     learning rate. None, too, where there are too many different steps to look at every size.
     """
     steps = event.one_step_if_constant()
-    nodes = _Nodes.of(steps)
+    eta, decay, clipped = (
+        steps.per_step("learning_rate"), steps.per_step("weight_decay"), clips_act(steps)
+    )  # fmt: skip
+    order = np.lexsort((eta, decay, clipped))
+    eta, decay, clipped = eta[order], decay[order], clipped[order]
+    changes = np.flatnonzero((decay[1:] != decay[:-1]) | (clipped[1:] != clipped[:-1]))
+    is_node = np.arange(len(eta)) % math.ceil(len(eta) / _NODES) == 0
+    is_node[changes] = is_node[changes + 1] = is_node[-1] = True
     number = np.arange(sizes.smallest, sizes.largest + 1)
-    if len(nodes.places) * len(number) > _MOST_MODULI:
+    if is_node.sum() * len(number) > _MOST_MODULI:
         return None
-    logs = _log_moduli(steps, relation, nodes, number)
+    looked_at = [values[is_node, None] for values in (eta, decay, clipped)]
+    logs = _log_moduli(steps, relation, looked_at, number)
     if np.ptp(logs, axis=1).max() < _SAME:
         return None
-    lines = _lines(number[:-1], logs, sizes.others * sizes.rate)
-    if not lines[1].any():
+    intercept, slope = _lines(number[:-1], logs, sizes.others * sizes.rate)
+    if not slope.any():
         return None
-    found = _of_all_steps(nodes, lines, number[[0, -2]])
+    # A step between two nodes has their decay and their clip.
+    left = np.cumsum(is_node) - 1
+    right = np.where(is_node, left, left + 1)
+    low, high = eta[is_node][left], eta[is_node][right]
+    way = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)
+    found = np.empty((2, len(eta)))
+    found[:, order] = _between(
+        (intercept[left], slope[left]), (intercept[right], slope[right]), way, number[[0, -2]]
+    )
     return ModulusLines(*np.broadcast_to(found, (2, event.num_steps)))
-
-
-@attrs.frozen(eq=False)
-class _Nodes:
-    """Which steps are looked at, of steps in the order of their learning rates.
-
-    Attributes:
-        order: The steps in that order, shape (T,).
-        rates: Their learning rates, in that order.
-        decays: Their weight decays, likewise.
-        clips: Whether their clips act, likewise.
-        is_node: Whether a step is looked at, in that order. Those between two of these have the
-            same decay and the same clip.
-    """
-
-    order: np.ndarray
-    rates: np.ndarray
-    decays: np.ndarray
-    clips: np.ndarray
-    is_node: np.ndarray
-
-    @classmethod
-    def of(cls, event: LastIterateDpEvent) -> _Nodes:
-        """Evenly spread ones, and those at which the decay or the clip changes."""
-        eta, decay, clipped = (
-            event.per_step("learning_rate"), event.per_step("weight_decay"), clips_act(event)
-        )  # fmt: skip
-        order = np.lexsort((eta, decay, clipped))
-        decay, clipped = decay[order], clipped[order]
-        changes = np.flatnonzero((decay[1:] != decay[:-1]) | (clipped[1:] != clipped[:-1]))
-        is_node = np.arange(len(decay)) % math.ceil(len(decay) / _NODES) == 0
-        is_node[changes] = is_node[changes + 1] = is_node[-1] = True
-        return cls(order, eta[order], decay, clipped, is_node)
-
-    @property
-    def places(self) -> np.ndarray:
-        """Where the nodes are, in the order of the learning rates."""
-        return np.flatnonzero(self.is_node)
 
 
 def _log_moduli(
     event: LastIterateDpEvent,
     relation: NeighboringRelation,
-    nodes: _Nodes,
+    steps: list[np.ndarray],
     number: np.ndarray,
 ) -> np.ndarray:
-    """log c of the nodes at every number of gradients but the last, shape (nodes, numbers - 1)."""
+    """log c at every number of gradients but the last, shape (steps, numbers - 1).
+
+    Args:
+        event: The run.
+        relation: The neighbouring relation.
+        steps: Learning rates, weight decays, and whether the clips act; shape (steps, 1).
+        number: Of gradients.
+    """
     assert event.loss is not None
-    rates, decays, clipped = (
-        values[nodes.is_node, None] for values in (nodes.rates, nodes.decays, nodes.clips)
-    )
+    rates, decays, clipped = steps
     share = np.maximum(number, 1) / event.batch_size
     moduli = update_lipschitz(event.loss, rates * share, decays / share, clipped)
     moduli = np.where(number > 0, moduli, np.abs(1 - rates * decays))
@@ -180,23 +163,6 @@ def _log_moduli(
     else:
         moduli = moduli[:, :-1]
     return np.log(np.maximum(moduli, SMALLEST_MODULUS))
-
-
-def _of_all_steps(
-    nodes: _Nodes, lines: tuple[np.ndarray, np.ndarray], ends: np.ndarray
-) -> np.ndarray:
-    """Intercepts and slopes of all steps, given those of the nodes, shape (2, T)."""
-    intercept, slope = lines
-    left = np.cumsum(nodes.is_node) - 1
-    right = np.where(nodes.is_node, left, left + 1)
-    eta = nodes.rates
-    low, high = eta[nodes.places[left]], eta[nodes.places[right]]
-    way = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)
-    found = np.empty((2, len(eta)))
-    found[:, nodes.order] = _between(
-        (intercept[left], slope[left]), (intercept[right], slope[right]), way, ends
-    )
-    return found
 
 
 def _lines(number: np.ndarray, logs: np.ndarray, mean: float) -> tuple[np.ndarray, np.ndarray]:
