@@ -46,7 +46,6 @@ from hidden_state_accountants.bounds.solvers.sampled_windows import (
     moved,
     window_of,
 )
-from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.curves.base import (
     Curve,
     CurveForSmallDeltas,
@@ -60,12 +59,12 @@ from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule, values_and_counts
 from hidden_state_accountants.process import conditions
-from hidden_state_accountants.process.batch_sizes import BatchSizes, modulus_lines
 from hidden_state_accountants.process.conditions import Unmet
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
     noisy_process,
 )
+from hidden_state_accountants.process.stretching import BatchSizes, Stretching, modulus_lines
 
 _MOST_NOISE_LEVELS = 8
 _NEGLIGIBLE = 1e-2  # beside the probability that a window does not cover

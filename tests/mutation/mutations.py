@@ -674,24 +674,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "bounds/solvers/stretching.py": {
-        "theorems/test_subsampling.py": {
-            "batches_are_as_large_as_those_of_the_larger_data_set": (
-                "means = np.maximum(sizes.fewest * each, sizes.others * each)",
-                "means = sizes.others * each",
-            ),
-        },
-        "theorems/test_random_distance.py": {
-            "batches_are_as_large_as_on_average": (
-                "offsets = np.append(0.0, needed / thetas[:, 0])",
-                "offsets = np.append(0.0, 0 * needed / thetas[:, 0])",
-            ),
-            "windows_of_a_plan_fail_together": (
-                "needed = math.log(num_steps / failure)",
-                "needed = math.log(1 / failure)",
-            ),
-        },
-    },
     "bounds/solvers/taut_string.py": {
         "theorems/test_taut_string.py": {
             "pooling_in_the_wrong_direction": (
@@ -1228,8 +1210,16 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             "record_joins_no_batch_without_replacement": ("share += 1 / size", "share += 0 / size"),
         },
     },
-    "process/batch_sizes.py": {
+    "process/stretching.py": {
         "theorems/test_random_distance.py": {
+            "batches_are_as_large_as_on_average": (
+                "offsets = np.append(0.0, needed / thetas[:, 0])",
+                "offsets = np.append(0.0, 0 * needed / thetas[:, 0])",
+            ),
+            "windows_of_a_plan_fail_together": (
+                "needed = math.log(num_steps / failure)",
+                "needed = math.log(1 / failure)",
+            ),
             "steps_of_a_schedule_are_as_those_before_them": (
                 "way = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)",
                 "way = np.zeros(len(eta))",
@@ -1252,6 +1242,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
         "theorems/test_subsampling.py": {
+            "batches_are_as_large_as_those_of_the_larger_data_set": (
+                "means = np.maximum(sizes.fewest * each, sizes.others * each)",
+                "means = sizes.others * each",
+            ),
             "overfull_batches_cost_nothing": (
                 "failed = event.overfull_delta(relation, largest)",
                 "failed = 0 * event.overfull_delta(relation, largest)",

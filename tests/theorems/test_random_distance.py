@@ -25,7 +25,6 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
 )
 from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window
 from hidden_state_accountants.bounds.solvers.sampled_windows import best_plan
-from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.bounds.subsampling import (
     FOR_SMALL_DELTAS,
     USUAL,
@@ -33,8 +32,13 @@ from hidden_state_accountants.bounds.subsampling import (
     _SampledRun,
 )
 from hidden_state_accountants.curves.base import CurveForSmallDeltas, known_of
-from hidden_state_accountants.process.batch_sizes import BatchSizes, ModulusLines, modulus_lines
 from hidden_state_accountants.process.noisy_process import noisy_process
+from hidden_state_accountants.process.stretching import (
+    BatchSizes,
+    ModulusLines,
+    Stretching,
+    modulus_lines,
+)
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -251,7 +255,7 @@ class TestModulusLines:
         event = clipped(**self.CASES["long schedules"])
         sizes = BatchSizes.of(event, SPECIAL, 1e-12)
         few = modulus_lines(event, SPECIAL, sizes)
-        monkeypatch.setattr("hidden_state_accountants.process.batch_sizes._NODES", 2500)
+        monkeypatch.setattr("hidden_state_accountants.process.stretching._NODES", 2500)
         all_of_them = modulus_lines(event, SPECIAL, sizes)
         mean = sizes.others * sizes.rate
         heights = [lines.intercept + lines.slope * mean for lines in (few, all_of_them)]

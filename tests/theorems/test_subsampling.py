@@ -16,14 +16,13 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Composition, Subsampling
 from hidden_state_accountants.bounds.composition import record_mus
 from hidden_state_accountants.bounds.solvers.sampled_windows import Plan, SampledSteps, Windows
-from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.bounds.subsampling import USUAL, _SampledRun
 from hidden_state_accountants.curves.base import alternatives, known_of
 from hidden_state_accountants.curves.by_profile import SampledCurve, replaced_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.process.batch_sizes import BatchSizes, largest_size
 from hidden_state_accountants.process.noisy_process import noisy_process
+from hidden_state_accountants.process.stretching import BatchSizes, Stretching, largest_size
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE

@@ -18,8 +18,8 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
     rough_levels,
 )
 from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window
-from hidden_state_accountants.bounds.solvers.stretching import Stretching
 from hidden_state_accountants.curves.profiles import Profile
+from hidden_state_accountants.process.stretching import Stretching
 
 _SPLITS = (12, 4)  # of beta
 _SPLITS_PER_DOUBLING = 4  # of beta / (1 - beta): few values, so that steps repeat their losses
