@@ -25,7 +25,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.auditing.evidence import Attack, Evidence, Progress
+from hidden_state_accountants.auditing.evidence import LARGEST_EPSILON, Attack, Evidence, Progress
 from hidden_state_accountants.auditing.linear_losses import LinearLosses
 from hidden_state_accountants.auditing.quadratic_losses import QuadraticLosses
 from hidden_state_accountants.errors import UnsupportedRunError
@@ -38,7 +38,6 @@ ATTACKS: tuple[Attack, ...] = (LinearLosses(), QuadraticLosses())
 _TARGET_DELTA = 1e-5
 _SMALLEST_DELTA = 1e-10
 _NUM_EPSILONS = 6  # a composed curve takes up to seconds for each
-_LARGEST_EPSILON = 700.0
 _SLACK = 1e-9  # relative: rounding of an exact figure and of the claim
 
 
@@ -170,8 +169,6 @@ def audit(
         TypeError: An argument has the wrong type, or no attack is about this kind of event.
         ValueError: The claim is about another run or relation.
     """
-    if not isinstance(event, dp_accounting.DpEvent):
-        raise TypeError(f"Expected event to be a dp_accounting.DpEvent, got {event!r}.")
     chosen = [
         attack
         for attack in (ATTACKS if attacks is None else attacks)
@@ -197,7 +194,7 @@ def audit(
     # From 0 to where the claimed delta is tiny, and what is claimed.
     top, last = read.epsilon(smallest), _NUM_EPSILONS - 1
     epsilons = {claimed, *(top * k / last for k in range(_NUM_EPSILONS))}
-    finite = sorted({min(e, _LARGEST_EPSILON) for e in epsilons if e < math.inf})
+    finite = sorted({min(e, LARGEST_EPSILON) for e in epsilons if e < math.inf})
     tested = {e: float(read.delta(e)) for e in finite}
     rows = []
     for index, attack in enumerate(chosen, start=1):

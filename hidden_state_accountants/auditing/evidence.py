@@ -14,7 +14,7 @@ from scipy import optimize
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process.conditions import UnmetCondition
 
-_LARGEST_EPSILON = 700.0  # exp of it is a double
+LARGEST_EPSILON = 700.0  # exp of it is a double
 
 Progress = Callable[[str], None]
 """Receives one line of text at each stage of long work."""
@@ -44,10 +44,10 @@ class Evidence:
         """
         if not self.delta(0.0) > delta:
             return 0.0
-        if self.delta(_LARGEST_EPSILON) > delta:
+        if self.delta(LARGEST_EPSILON) > delta:
             return math.inf
         root = optimize.bisect(
-            lambda e: 1.0 if self.delta(e) > delta else -1.0, 0.0, _LARGEST_EPSILON, xtol=1e-9
+            lambda e: 1.0 if self.delta(e) > delta else -1.0, 0.0, LARGEST_EPSILON, xtol=1e-9
         )
         while root > 0 and not self.delta(root) > delta:
             root = max(0.0, root - 2e-9)

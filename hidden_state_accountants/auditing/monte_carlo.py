@@ -131,8 +131,8 @@ def monte_carlo_audit(
         train: A run on the data set.
         train_neighbour: A run on the neighbouring data set.
         trials: How often each of the two is run; at least 4.
-        delta: The delta in [0, 1) at which thresholds are chosen and `epsilon` is stated.
-        confidence: In (0, 1).
+        delta: The delta in [0, 1] at which thresholds are chosen and `epsilon` is stated.
+        confidence: In (0, 1]; nothing is certain but an epsilon of 0.
         statistic: The score of a release, larger on the data set than on its neighbour or the other
             way round. None for the default.
         seed: Of the generators that the trainers are given; None for a fresh one.
@@ -146,12 +146,8 @@ def monte_carlo_audit(
     2006.07709 v1), section 4.1, for audits with them.
     """
     trials = validate.integer("trials", trials, minimum=4)
-    delta = validate.real("delta", delta, minimum=0)
-    if delta >= 1:
-        raise ValueError(f"Expected delta < 1, got {delta!r}. Every trainer is (0, 1)-private.")
-    confidence = validate.real("confidence", confidence, above=0)
-    if confidence >= 1:
-        raise ValueError(f"Expected confidence < 1, got {confidence!r}. Use 0.95.")
+    delta = validate.real("delta", delta, minimum=0, maximum=1)
+    confidence = validate.real("confidence", confidence, above=0, maximum=1)
     sequence = np.random.SeedSequence(seed)
     report = progress or (lambda line: None)
     first, second = (

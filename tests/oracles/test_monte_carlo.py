@@ -131,9 +131,9 @@ def test_seeds_progress_and_buffers():
     ("changes", "error", "match"),
     [
         ({"trials": 3}, ValueError, "Expected trials >= 4"),
-        ({"delta": 1.0}, ValueError, "Expected delta < 1"),
+        ({"delta": 1.1}, ValueError, "delta <= 1"),
         ({"delta": math.nan}, ValueError, "delta"),
-        ({"confidence": 1.0}, ValueError, "Expected confidence < 1"),
+        ({"confidence": 1.1}, ValueError, "confidence <= 1"),
         ({"confidence": 0.0}, ValueError, "confidence > 0"),
         ({"trials": 10.5}, TypeError, "trials"),
         ({"train": lambda rng: math.nan}, ValueError, "finite arrays of one shape"),
