@@ -57,7 +57,7 @@ from hidden_state_accountants.curves.base import (
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.events.schedule import Schedule, values_and_counts
+from hidden_state_accountants.events.schedule import Schedule, mapped, values_and_counts
 from hidden_state_accountants.process import conditions
 from hidden_state_accountants.process.conditions import Unmet
 from hidden_state_accountants.process.noisy_process import (
@@ -206,11 +206,7 @@ def _rounding_of_noise(event: LastIterateDpEvent) -> float:
 
 
 def _with_noise(event: LastIterateDpEvent, factor: float) -> LastIterateDpEvent:
-    noise = event.noise_multiplier
-    if isinstance(noise, Schedule):
-        scaled: float | Schedule = Schedule([z * factor for z in noise.values], noise.lengths)
-    else:
-        scaled = noise * factor
+    scaled = mapped(lambda noise: noise * factor, event.noise_multiplier)
     return attrs.evolve(event, noise_multiplier=scaled)
 
 

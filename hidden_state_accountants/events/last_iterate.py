@@ -99,8 +99,6 @@ class LastIterateDpEvent(DealtEvent):
     """
 
     tables: ClassVar = {**dict.fromkeys(_SCHEDULED, Schedule), "loss": LossGeometry}
-    # TOML has no null, and a missing key must not change the mechanism.
-    words: ClassVar = {"clip_norm": "none"}
 
     noise_multiplier: float | Schedule = attrs.field()
     learning_rate: float | Schedule = attrs.field()

@@ -22,21 +22,21 @@ class PlainEvent(dp_accounting.DpEvent):
 
     Attributes:
         tables: The fields that may be tables of their own, and the classes of these.
-        words: What is written instead of None, where None has a meaning that no default has.
     """
 
     tables: ClassVar[Mapping[str, type]] = {}
-    words: ClassVar[Mapping[str, str]] = {}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON and TOML types with a schema number; defaults are left out."""
+        """Plain JSON and TOML types with a schema number; defaults are left out.
+
+        None is written "none" where there is no default: TOML has no null, and a missing key must
+        not change the mechanism.
+        """
         result: dict[str, Any] = {"schema": SCHEMA, "type": type(self).__name__}
         for field in attrs.fields(type(self)):
             value = getattr(self, field.name)
-            if value is None and field.name in self.words:
-                result[field.name] = self.words[field.name]
-            elif value is not None and (field.default is attrs.NOTHING or value != field.default):
-                result[field.name] = _plain(value)
+            if field.default is attrs.NOTHING or value != field.default:
+                result[field.name] = "none" if value is None else _plain(value)
         return result
 
     @classmethod
@@ -57,9 +57,9 @@ class PlainEvent(dp_accounting.DpEvent):
         for name, table in cls.tables.items():
             if isinstance(arguments.get(name), Mapping):
                 arguments[name] = _construct(table, name, arguments[name])
-        for name, word in cls.words.items():
-            if arguments.get(name) == word:
-                arguments[name] = None
+        for field in attrs.fields(cls):
+            if field.default is attrs.NOTHING and arguments.get(field.name) == "none":
+                arguments[field.name] = None
         event: _AnyEvent = _construct(cls, cls.__name__, arguments)
         return event
 

@@ -127,6 +127,13 @@ def per_step(value: float | Schedule, num_steps: int) -> np.ndarray:
     return np.broadcast_to(np.float64(value), (num_steps,))
 
 
+def mapped(function: Callable[[float], float], value: float | Schedule) -> float | Schedule:
+    """What a function makes of the value of every step."""
+    if isinstance(value, Schedule):
+        return Schedule(map(function, value.values), value.lengths)
+    return function(value)
+
+
 _Others = ParamSpec("_Others")
 
 

@@ -18,7 +18,7 @@ from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEv
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.events.schedule import Schedule
+from hidden_state_accountants.events.schedule import mapped
 from hidden_state_accountants.process.conditions import released_curvature
 
 _ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -131,13 +131,7 @@ def _of_largest_data_set(event: LastIterateDpEvent, size: int) -> LastIterateDpE
         event,
         dataset_size=records,
         batch_size=records,
-        learning_rate=_times(event.learning_rate, longer),
-        weight_decay=_times(event.weight_decay, 1 / longer),
+        learning_rate=mapped(lambda rate: rate * longer, event.learning_rate),
+        weight_decay=mapped(lambda decay: decay * (1 / longer), event.weight_decay),
         prox_strong_convexity=event.prox_strong_convexity / longer,
     )
-
-
-def _times(value: float | Schedule, factor: float) -> float | Schedule:
-    if isinstance(value, Schedule):
-        return Schedule([factor * v for v in value.values], value.lengths)
-    return factor * value

@@ -25,7 +25,7 @@ from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEv
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.plain_types import SCHEMA
-from hidden_state_accountants.events.schedule import Schedule
+from hidden_state_accountants.events.schedule import Schedule, mapped
 from hidden_state_accountants.guarantee import Guarantee
 
 SLACK = 1e-6
@@ -500,11 +500,7 @@ class BlockCoordinateRun(Run):
 
     def _of_steps(self) -> dict[str, Any]:
         noise: Any = self._values("noise_multiplier")
-        fields: dict[str, Any] = {
-            "noise_variance": Schedule(map(self._variance, noise.values), noise.lengths)
-            if isinstance(noise, Schedule)
-            else self._variance(noise)
-        }
+        fields: dict[str, Any] = {"noise_variance": mapped(self._variance, noise)}
         size, batch_size = self._template.dataset_size, self._template.batch_size
         if size % batch_size:
             raise UnsupportedRunError(

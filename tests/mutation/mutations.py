@@ -1285,8 +1285,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "curvature = loss.curvature + 0 * changed",
             ),
             "records_that_are_added_do_not_lengthen_the_step": (
-                "learning_rate=_times(event.learning_rate, longer)",
-                "learning_rate=event.learning_rate",
+                "mapped(lambda rate: rate * longer, event.learning_rate)",
+                "event.learning_rate",
             ),
         },
         "core/test_cohorts.py": {
