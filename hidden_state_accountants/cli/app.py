@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # the help needs nothing of this
     from hidden_state_accountants.guarantee import Guarantee
 
 _EXIT_BAD_INPUT = 2
+_MOST_EPOCHS = 10_000  # where a search for them ends
 _ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 
 app = typer.Typer(
@@ -184,8 +185,6 @@ def calibrate(
             autocompletion=completed_by(("noise", "epochs", "weight-decay")),
         ),
     ] = "noise",
-    tolerance: Annotated[float, typer.Option(help="Relative, of noise and decay.")] = 1e-6,
-    max_epochs: Annotated[int, typer.Option(help="Where the search for epochs ends.")] = 10_000,
     for_one_position: Annotated[
         bool, typer.Option(help="With --record-position: meet it for the records of that batch.")
     ] = False,
@@ -215,28 +214,29 @@ def calibrate(
         )
     found = run(defaults=defaults[kind])
     event: Any = found.event
-    options: dict[str, Any] = {
-        "neighboring_relation": found.neighboring_relation,
-        "make_accountant": _maker(found, accountant),
-        "for_one_position": for_one_position,
-    }
-    value: float
-    arguments = target_epsilon, found.delta, event
+    search: Any = getattr(hsa, f"calibrate_{kind}")
+    options: dict[str, Any] = {"max_epochs": _MOST_EPOCHS} if kind == "epochs" else {}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said once, below
-        if kind == "epochs":
-            name, value = kind, hsa.calibrate_epochs(*arguments, max_epochs=max_epochs, **options)
-            if value == max_epochs and not quiet:
-                output.note(f"not even {max_epochs} epochs, the end of the search, are too many")
-            changes: dict[str, Any] = {"num_epochs": value}
-            if not hasattr(event, "num_epochs"):
-                changes = {"num_steps": value * event.batches_per_epoch}
-        else:
-            search: Any = hsa.calibrate_noise if kind == "noise" else hsa.calibrate_weight_decay
-            name = next((field for field in defaults[kind] if hasattr(event, field)), kind)
-            value = round_up(search(*arguments, tolerance=tolerance, **options), 8)
-            changes = {name: value}
-    found = attrs.evolve(found, event=attrs.evolve(found.event, **changes))
+        value = search(
+            target_epsilon,
+            found.delta,
+            event,
+            make_accountant=_maker(found, accountant),
+            for_one_position=for_one_position,
+            **options,
+        )
+    if kind == "epochs":
+        if value == _MOST_EPOCHS and not quiet:
+            output.note(f"not even {value} epochs, the end of the search, are too many")
+        name, changes = kind, {"num_epochs": value}
+        if not hasattr(event, "num_epochs"):
+            changes = {"num_steps": value * event.batches_per_epoch}
+    else:
+        name = next((field for field in defaults[kind] if hasattr(event, field)), kind)
+        value = round_up(value, 8)
+        changes = {name: value}
+    found = attrs.evolve(found, event=attrs.evolve(event, **changes))
     guarantee = _guarantee(found, accountant, quiet)
     figures = {name: value, "epsilon": guarantee.epsilon(found.delta), "delta": found.delta}
     output.guarantee(found, guarantee, figures, json)
@@ -253,7 +253,6 @@ def compare(
         list[float] | None,
         typer.Option("--delta", "-d", help="One or several; default 1e-5.", show_default=False),
     ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
     plot: Plot = None,
     json: Json = False,
     quiet: Quiet = False,
@@ -282,8 +281,6 @@ def compare(
             table.plot(plot, progress=tell)
     if json:
         output.json(table.to_dict())
-    elif markdown:
-        typer.echo(table.to_markdown())
     else:
         output.comparison(table)
 

@@ -262,10 +262,6 @@ def test_compare_several_files_as_text_and_as_a_picture(folder, capsys):
     assert captured.out.count("ANOTHER ALGORITHM") == 2
     assert "compare: run 2 of 2" in captured.err
     assert (folder / "out.svg").read_text().startswith("<?xml")
-    assert run([*command.split()[:3], "--markdown", "--quiet", "--num-steps", "4"]) == 0
-    captured = capsys.readouterr()
-    assert "| accountant |" in captured.out
-    assert captured.err == ""
 
 
 def test_long_work_moves_a_bar():
