@@ -104,16 +104,15 @@ class Run(abc.ABC):
             UnsupportedRunError: It is not a step of the declared run.
             TypeError, ValueError: No step can have these values.
         """
-        expected, own = 0, self._template
-        if own.batch_order is BatchOrder.CYCLIC:
-            expected = self._num_steps % own.batches_per_epoch
-            if step.batch != expected:
-                raise UnsupportedRunError(
-                    f"step {self._num_steps + 1} used batch {step.batch}, expected batch "
-                    f"{expected}: a cyclic run visits batches 0 to {own.batches_per_epoch - 1} in "
-                    "order, each exactly once per epoch. Iterate the private loader to its end and "
-                    "step once per batch."
-                )
+        own = self._template
+        expected = self._num_steps % own.batches_per_epoch
+        if own.batch_order is BatchOrder.CYCLIC and step.batch != expected:
+            raise UnsupportedRunError(
+                f"step {self._num_steps + 1} used batch {step.batch}, expected batch {expected}: a "
+                f"cyclic run visits batches 0 to {own.batches_per_epoch - 1} in order, each "
+                "exactly once per epoch. Iterate the private loader to its end and step once per "
+                "batch."
+            )
         self.add_counted(step, 1)
 
     def add_counted(self, step: Step, num_steps: int) -> None:

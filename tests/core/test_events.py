@@ -4,44 +4,67 @@ import json
 import math
 import pickle
 
+import attrs
+import dice_events
 import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
-from runs import cyclic_run, full_run
+from runs import block_run, cyclic_run, full_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder, LossGeometry, Schedule
 
 RELATIONS = list(NeighboringRelation)
-VARIANTS = [
-    {},
-    {"learning_rate": np.linspace(0.5, 0.1, 24)},
-    {"learning_rate": [0.5] * 12 + [0.1] * 12, "noise_multiplier": [2.0] * 20 + [3.0] * 4},
-    {"clip_norm": None},
-    {"clip_norm": [1.0] * 10 + [0.5] * 14, "weight_decay": Schedule([0.1, 0.2], [4, 20])},
-    {"domain_diameter": 3.0, "release_steps": (4, 8), "record_position": 2},
-    {"loss": None},
-    {"loss": LossGeometry.strongly_convex(1.0, 0.1, lipschitz=2.0)},
-    {"loss": LossGeometry.hoelder(1.0, 0.5)},
-    {"batch_order": BatchOrder.POISSON, "max_batch_size": 9},
-    {"batch_order": BatchOrder.POISSON, "sampling_rate": 0.3},
-    {"noise_multiplier": 0.0},
-    {"is_microbatched": True},
-]
+VARIANTS = {
+    cyclic_run: [
+        {},
+        {"learning_rate": np.linspace(0.5, 0.1, 24)},
+        {"learning_rate": [0.5] * 12 + [0.1] * 12, "noise_multiplier": [2.0] * 20 + [3.0] * 4},
+        {"clip_norm": None},
+        {"clip_norm": [1.0] * 10 + [0.5] * 14, "weight_decay": Schedule([0.1, 0.2], [4, 20])},
+        {"domain_diameter": 3.0, "release_steps": (4, 8), "record_position": 2},
+        {"loss": None},
+        {"loss": LossGeometry.strongly_convex(1.0, 0.1, lipschitz=2.0)},
+        {"loss": LossGeometry.hoelder(1.0, 0.5)},
+        {"batch_order": BatchOrder.POISSON, "max_batch_size": 9},
+        {"batch_order": BatchOrder.POISSON, "sampling_rate": 0.3},
+        {"noise_multiplier": 0.0},
+        {"is_microbatched": True},
+    ],
+    dice_events.run: [
+        {},
+        {"gradient_bound": math.inf},
+        {"batch_order": "cyclic", "automatic": True},
+        {"noise_std": 0.0},
+    ],
+    block_run: [
+        {},
+        {"noise_variance": np.exp(np.random.default_rng(0).normal(0, 0.5, (6, 5)))},
+        {"noise_variance": [[1.0, 1.0, 1.0, 2.0, 2.0]] * 6, "num_blocks": 3},
+        {"block_loss": None, "update_lipschitz": 0.98, "prox_lipschitz": 2.0},
+        {"prox_strong_convexity": 0.3, "block_loss": hsa.LossGeometry.convex(1.0, lipschitz=1.0)},
+        {"noise_variance": 0.0, "step_size": 0.0},
+        {"gradient_sensitivity": None, "clip_norm": 1.0},
+    ],
+}
+EVENTS = [(make, changes) for make, variants in VARIANTS.items() for changes in variants]
 
 
-@pytest.mark.parametrize("changes", VARIANTS)
-def test_round_trips(changes):
-    event = cyclic_run(**changes)
+@pytest.mark.parametrize(("make", "changes"), EVENTS)
+def test_round_trips(make, changes):
+    event = make(**changes)
     assert dp_accounting.DpEvent.from_named_tuple(event.to_named_tuple()) == event
     text = json.dumps(event.to_dict(), allow_nan=False)
-    assert hsa.LastIterateDpEvent.from_dict(json.loads(text)) == event
-    assert pickle.loads(pickle.dumps(event)) == event
-    assert hash(cyclic_run(**changes)) == hash(event)
-    assert event != cyclic_run(**changes, dataset_size=40)
+    assert type(event).from_dict(json.loads(text)) == event
+    assert pickle.loads(pickle.dumps(event)) == attrs.evolve(event) == event
+    assert hash(make(**changes)) == hash(event)
     assert "\n" not in repr(event)
     assert len(repr(event)) < 500
+
+
+def test_events_that_differ_are_not_equal():
+    assert len({make(**changes) for make, changes in EVENTS}) == len(EVENTS)
 
 
 def test_repr_of_a_long_schedule_is_short():
@@ -125,9 +148,67 @@ def test_bad_values(changes, error, text):
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"schema": 2}, ValueError, "schema = 1, got 2"),
-        ({"type": "Other"}, ValueError, "type = 'LastIterateDpEvent', got 'Other'"),
-        ({"color": 1}, ValueError, "Unknown key in LastIterateDpEvent: color"),
+        ({"step_size": -0.1}, ValueError, "step_size >= 0"),
+        ({"step_size": math.nan}, ValueError, "step_size"),
+        ({"step_size": [0.1] * 30}, TypeError, "step_size to be a real number"),
+        ({"noise_variance": -1.0}, ValueError, "noise_variance >= 0"),
+        ({"noise_variance": math.inf}, ValueError, "noise_variance"),
+        ({"noise_variance": "1"}, TypeError, "noise_variance"),
+        ({"noise_variance": [1.0] * 30}, TypeError, r"shape \(6, 5\)"),
+        ({"noise_variance": np.ones((5, 6))}, TypeError, r"got shape \(5, 6\)"),
+        ({"noise_variance": [[1.0] * 5] * 5 + [[1.0] * 4]}, TypeError, r"shape \(6, 5\)"),
+        ({"noise_variance": -np.ones((6, 5))}, ValueError, "noise_variance >= 0"),
+        ({"noise_variance": np.full((6, 5), np.nan)}, ValueError, "noise_variance"),
+        ({"noise_variance": hsa.Schedule([1.0], [29])}, ValueError, "30 steps, got 29"),
+        ({"gradient_sensitivity": -1.0}, ValueError, "gradient_sensitivity >= 0"),
+        ({"clip_norm": 1.0}, ValueError, "got both"),
+        ({"gradient_sensitivity": None}, ValueError, "got neither"),
+        ({"gradient_sensitivity": None, "clip_norm": 0.0}, ValueError, "clip_norm > 0"),
+        ({"gradient_sensitivity": None, "clip_norm": [1.0] * 30}, TypeError, "clip_norm"),
+        ({"batch_size": 0}, ValueError, "batch_size >= 1"),
+        ({"batch_size": 21}, ValueError, "batch_size <= dataset_size = 20"),
+        ({"batch_size": 4.0}, TypeError, "batch_size to be an integer"),
+        ({"num_epochs": 0}, ValueError, "num_epochs >= 1"),
+        ({"num_blocks": 0}, ValueError, "num_blocks >= 1"),
+        ({"num_blocks": True}, TypeError, "num_blocks"),
+        ({"block_loss": 1.0}, TypeError, "block_loss to be a LossGeometry"),
+        ({"prox_strong_convexity": -1.0}, ValueError, "prox_strong_convexity >= 0"),
+        ({"update_lipschitz": -1.0}, ValueError, "update_lipschitz >= 0"),
+        ({"update_lipschitz": math.inf}, ValueError, "update_lipschitz"),
+        ({"prox_lipschitz": -2.0}, ValueError, "prox_lipschitz >= 0"),
+    ],
+)
+def test_bad_values_of_blocks(changes, error, text):
+    with pytest.raises(error, match=text):
+        block_run(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"noise_std": -1.0}, ValueError, "noise_std >= 0"),
+        ({"noise_std": math.nan}, ValueError, "noise_std"),
+        ({"clip_norm": 0.0}, ValueError, "clip_norm > 0"),
+        ({"error_clip_norm": math.inf}, ValueError, "error_clip_norm"),
+        ({"gradient_bound": 0.0}, ValueError, "gradient_bound > 0"),
+        ({"gradient_bound": math.nan}, ValueError, "gradient_bound"),
+        ({"batch_size": 9}, ValueError, "batch_size <= dataset_size"),
+        ({"batch_order": "full"}, ValueError, "CYCLIC"),
+        ({"batch_order": "sorted"}, ValueError, "batch_order"),
+        ({"num_steps": 0}, ValueError, "num_steps >= 1"),
+        ({"automatic": 1}, TypeError, "automatic"),
+        ({"batch_size": 2.0}, TypeError, "batch_size"),
+        ({"clip_norm": "1"}, TypeError, "clip_norm"),
+    ],
+)
+def test_bad_values_of_dice(changes, error, text):
+    with pytest.raises(error, match=text):
+        dice_events.run(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
         ({"loss": {"kind": "convex", "roundness": 1}}, ValueError, "Unknown key in loss"),
         ({"loss": {"kind": "round", "smoothness": 1.0}}, ValueError, "kind to be one of"),
         ({"loss": 3}, TypeError, "loss to be a LossGeometry or None"),
@@ -138,13 +219,19 @@ def test_bad_dictionaries(changes, error, text):
         hsa.LastIterateDpEvent.from_dict(cyclic_run().to_dict() | changes)
 
 
-def test_missing_key():
-    dictionary = cyclic_run().to_dict()
-    del dictionary["num_steps"]
-    with pytest.raises(ValueError, match="Missing key in LastIterateDpEvent: num_steps"):
-        hsa.LastIterateDpEvent.from_dict(dictionary)
+@pytest.mark.parametrize("make", list(VARIANTS))
+def test_missing_and_unknown_keys(make):
+    event = make()
+    plain = event.to_dict()
+    for key in ("batch_size", "dataset_size"):
+        less = {name: value for name, value in plain.items() if name != key}
+        with pytest.raises(ValueError, match=f"Missing key in {type(event).__name__}: {key}"):
+            event.from_dict(less)
+    for more in ({"schema": 2}, {"type": "other"}, {"step": 1}):
+        with pytest.raises(ValueError, match=r"schema|type|Unknown key"):
+            event.from_dict(plain | more)
     with pytest.raises(TypeError, match="dictionary"):
-        hsa.LastIterateDpEvent.from_dict([])
+        event.from_dict([])
 
 
 class TestSchedule:

@@ -38,3 +38,17 @@ def probe_run(**changes):
         "weight_decay": 0.1,
     }
     return hsa.LastIterateDpEvent(**(arguments | changes))
+
+
+def block_run(**changes):
+    """Five batches of four records, six epochs."""
+    arguments = {
+        "step_size": 0.1,
+        "noise_variance": 1.0,
+        "gradient_sensitivity": 2.0,
+        "batch_size": 4,
+        "dataset_size": 20,
+        "num_epochs": 6,
+        "block_loss": hsa.LossGeometry.generalized_linear(1.0),
+    }
+    return hsa.BlockCoordinateDpEvent(**(arguments | changes))
