@@ -19,7 +19,7 @@ from hidden_state_accountants.bounds.paper import mean_over_positions
 from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
 from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.guarantee import Assumption, Topic
 from hidden_state_accountants.process.conditions import (
     Unmet,
@@ -78,8 +78,7 @@ def published_rates(
             stretched = update_lipschitz**2 * inverse
             spread = stretched + variance
             decay = stretched / spread if 0 < variance and spread < np.inf else 1.0
-            # a step that forgets its start leaves nothing, with or without noise
-            decay = decay if update_lipschitz else 0.0
+            decay *= update_lipschitz > 0  # what forgets its start needs no noise
             inverse = prox_lipschitz**2 * spread
             rates = rates * decay**exponent if decay else np.zeros_like(rates)
             rates[j] = kept
@@ -140,7 +139,7 @@ class BlockCoordinate(Bound):
     def prove(self, event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Proof:
         """Theorem A or composition, or what the paper claims."""
         if not self.sound:
-            return _published(event, relation, f"{self.citation}, as published")
+            return _published(event, relation)
         contraction = block_contraction(event) if event.num_blocks == 1 else None
         if contraction is None:
             return Proof(
@@ -200,13 +199,18 @@ def block_contraction(event: BlockCoordinateDpEvent) -> float | None:
     known = [candidate for candidate in candidates if candidate is not None]
     if not known:
         return None
-    prox = 1 / (1 + event.step_size * event.prox_strong_convexity)
-    return min(known) * min(1.0, event.prox_lipschitz, prox)
+    return min(known) * min(1.0, _prox_lipschitz(event))
+
+
+def _prox_lipschitz(event: BlockCoordinateDpEvent) -> float:
+    if not event.prox_strong_convexity:
+        return event.prox_lipschitz
+    return min(event.prox_lipschitz, 1 / (1 + event.step_size * event.prox_strong_convexity))
 
 
 def _proved_update_lipschitz(event: BlockCoordinateDpEvent) -> float | None:
     loss = event.block_loss
-    if loss is None or (loss.kind is LossKind.HOELDER and loss.exponent != 1):
+    if loss is None or loss.exponent != 1:
         return None
     eta, may_act = np.array([event.step_size]), np.array([event.clipping_may_act])
     return float(update_lipschitz(loss, eta, np.zeros(1), may_act)[0])
@@ -292,7 +296,7 @@ def _clipping(loss: LossGeometry, event: BlockCoordinateDpEvent) -> str:
     )
 
 
-def _published(event: BlockCoordinateDpEvent, relation: NeighboringRelation, theorem: str) -> Proof:
+def _published(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Proof:
     lipschitz = _published_update_lipschitz(event)
     assert lipschitz is not None  # checked
     rates = published_rates(
@@ -301,11 +305,11 @@ def _published(event: BlockCoordinateDpEvent, relation: NeighboringRelation, the
         event.sensitivity(relation),
         event.batch_size,
         lipschitz,
-        _published_prox_lipschitz(event),
+        _prox_lipschitz(event),
     )
     return Proof(
         curve=RdpCurve(functools.partial(_theorem_4_6, rates, event.num_blocks)),
-        theorem=theorem,
+        theorem=f"{BlockCoordinate.paper}, as published",
         assumptions=(
             *_contraction_assumptions(event),
             Assumption.declared(
@@ -326,12 +330,6 @@ def _published_update_lipschitz(event: BlockCoordinateDpEvent) -> float | None:
     return abs(1 - event.step_size * loss.smoothness)
 
 
-def _published_prox_lipschitz(event: BlockCoordinateDpEvent) -> float:
-    if not event.prox_strong_convexity:
-        return event.prox_lipschitz
-    return min(event.prox_lipschitz, 1 / (1 + event.step_size * event.prox_strong_convexity))
-
-
 def _caveat(event: BlockCoordinateDpEvent, lipschitz: float) -> str:
     reasons = []
     if event.update_lipschitz is None:
@@ -348,7 +346,7 @@ def _caveat(event: BlockCoordinateDpEvent, lipschitz: float) -> str:
             f"the contraction {lipschitz:.4g} is declared: Lemma 4.1 derives it from convexity, "
             "which gives none"
         )
-    if _published_prox_lipschitz(event) < 1:
+    if _prox_lipschitz(event) < 1:
         reasons.append(
             "for L_T < 1 Corollary 4.5 has the exponent 1/L_T^2 > 1; an invertible prox such as "
             "x/2 leaves the divergence unchanged, so that 1 is the most it can be"

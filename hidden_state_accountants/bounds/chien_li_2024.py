@@ -231,12 +231,12 @@ def least_value(contraction: float, sensitivity: float, distance: np.ndarray, pe
     r"""2 D_alpha/alpha: the minimum of Theorem 3.1 (period 1) or A.1 over tau and beta.
 
     With :math:`w_t = c^{-(t-\tau)}` a quadratic program under :math:`\sum_t w_t a_t \ge D_\tau`,
-    solved by water-filling: :math:`s_t + a_t = \max(s_t, \xi w_t)`. The steps with the largest
-    weights are raised, so that a bisection over their number finds xi, for all tau at once.
+    solved by water-filling: :math:`s_t + a_t = \max(s_t, \xi w_t)`. Newton's method finds xi from
+    above, for many tau at once: the participations that are raised are those of largest weights.
 
     Args:
         contraction: c >= 0; at least 1 unless period is 1.
-        sensitivity: s, finite.
+        sensitivity: s, finite and positive.
         distance: D_0..D_T, finite.
         period: The record is in the first step of so many, and in every period-th one after it.
     """
@@ -265,49 +265,28 @@ def _least_values(
     num_steps = len(distance) - 1
     k, before = num_steps - taus, -(-taus // period)  # steps, and participations up to tau
     count = -(-num_steps // period) - before
-    ratio, budget, first = 1 / contraction if contraction >= 1 else contraction, distance[taus], 0.0
-    log = math.log(ratio) if ratio > 0 else -math.inf
-
-    def power(exponent: np.ndarray | float) -> np.ndarray:
-        with np.errstate(invalid="ignore", under="ignore"):
-            return np.where(np.asarray(exponent) == 0, 1.0, np.exp(log * np.asarray(exponent)))
-
-    if contraction >= 1:
-        first = before * period - taus + 1.0
-    else:
-        budget = budget * power(k)
-
-    def sums(order: int, number: np.ndarray, stride: int) -> np.ndarray:
-        """Sum of r^(order * stride * e) over e < number."""
-        if log == 0:
-            return number.astype(np.float64)
-        with np.errstate(invalid="ignore", under="ignore"):
-            total = np.expm1(order * stride * log * number) / math.expm1(order * stride * log)
-        return np.where(number > 0, total, 0.0)
-
-    def covered(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sums of w s and w^2 over the raised steps, the first q participations among them."""
-        own = power(first) * sums(1, q, period) * sensitivity
-        squares = power(2 * first) * sums(2, q, period)
-        if period > 1:  # and all steps without the record
-            others = power(2.0) * sums(2, k, 1) - power(2 * first) * sums(2, count, period)
-            squares = squares + np.maximum(others, 0.0)
-        return own, squares
-
-    low, high = np.zeros_like(count), count.copy()
-    while (low < high).any():  # the largest q whose last participation is still raised
-        q = (low + high + 1) // 2
-        own, squares = covered(q - 1)
-        weight = power(first + period * np.maximum(q - 1.0, 0.0))
-        raised = (budget + own) * weight > sensitivity * squares
-        active = low < high
-        low = np.where(active & raised, q, low)
-        high = np.where(active & ~raised, q - 1, high)
-    own, squares = covered(low)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+    with np.errstate(all="ignore"):
+        if contraction >= 1:
+            ratio, budget = 1 / contraction, distance[taus]
+            first = ratio ** (before * period - taus + 1.0)
+        else:
+            ratio, budget, first = contraction, distance[taus] * contraction ** (1.0 * k), 1.0
+        weights = ratio ** (period * np.arange(count.max(), dtype=np.float64))
+        sums, squares = (np.append(0.0, np.cumsum(weights**n)) for n in (1, 2))
+        others = np.zeros(len(taus))
+        if period > 1:  # all steps without the record are raised
+            every = np.cumsum(ratio ** (2.0 * np.arange(1, k.max() + 1)))
+            others = np.maximum(every[k - 1] - first**2 * squares[count], 0.0)
+        raised = count
+        while True:
+            square = first**2 * squares[raised] + others
+            level = (budget + first * sums[raised] * sensitivity) / square
+            found = np.searchsorted(-weights, -sensitivity / (level * first))
+            if (found >= raised).all():
+                break
+            raised = np.minimum(raised, found)
         # Chien & Li 2024, Theorems 3.1 and A.1 at the best beta, arXiv 2410.01068
-        level = np.where(budget > 0, (budget + own) / squares, 0.0)
-        shifted = level * level * squares + (count - low) * sensitivity**2
+        shifted = level * level * square + (count - raised) * sensitivity**2
     values = np.where(budget > 0, shifted, count * sensitivity**2)
     return np.where(np.isnan(values), math.inf, values)
 

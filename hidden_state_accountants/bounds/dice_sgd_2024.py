@@ -20,7 +20,6 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import stats
 
-from hidden_state_accountants import validate
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.bounds.base import PUBLISHED, SOUND, Bound, Citation, Proof
 from hidden_state_accountants.bounds.solvers.inclusion_counts import Inclusions, inclusions
@@ -106,7 +105,7 @@ class DiceSgd(Bound):
                 curve=sound_curve(event, relation), theorem="DiceSGD with a budget for the error"
             )
         return Proof(
-            curve=published_curve(event),
+            curve=_published_curve(event),
             theorem="Theorem 3.7 of Zhang, Bu, Wu, Hong 2024",
             caveat=_CAVEAT,
         )
@@ -235,19 +234,16 @@ def _subsampled(event: DiceSgdDpEvent, effect: Effect, other_epsilon: float) -> 
     """Theorem 2, for any number of participations and for all but a rare one."""
     steps, rate = event.num_steps, event.sampling_probability
     usual = min(int(stats.binom.isf(_RARE, steps - 1, rate)) + 1, steps - 1) if steps > 1 else 0
-    always, mostly = (
-        float(effect.error_budget(np.array(most), np.array(steps - 1)))
-        for most in (steps - 1, usual)
-    )
-    curves: list[Curve] = []
-    split = _split(event, effect, always)
-    if _quick_epsilon(split) <= _HOPELESS * other_epsilon:
-        curves.append(split)
-    if mostly < always:
-        split = _split(event, effect, mostly)
-        if _quick_epsilon(split) <= _HOPELESS * other_epsilon:
-            curves.append(with_delta(split, float(stats.binom.sf(usual, steps - 1, rate))))
-    return curves
+    failures: dict[float, float] = {}  # by budget
+    for most, failure in ((steps - 1, 0.0), (usual, float(stats.binom.sf(usual, steps - 1, rate)))):
+        budget = float(effect.error_budget(np.array(most), np.array(steps - 1)))
+        failures.setdefault(budget, failure)
+    curves = [(_split(event, effect, budget), failure) for budget, failure in failures.items()]
+    return [
+        with_delta(curve, failure)
+        for curve, failure in curves
+        if _quick_epsilon(curve) <= _HOPELESS * other_epsilon
+    ]
 
 
 def _split(event: DiceSgdDpEvent, effect: Effect, budget: float) -> Curve:
@@ -290,45 +286,21 @@ def _plain_without_replacement(event: DiceSgdDpEvent, relation: NeighboringRelat
 # --- as printed: not sound --------------------------------------------------------------------
 
 
-def squared_sensitivity(event: DiceSgdDpEvent) -> float:
-    """C1^2 + 2 min(C^2, G'^2) with C = B C2 and G' = max(0, G - C1); automatic: 3 C^2."""
-    c1 = event.clip_norm
-    if event.automatic:
-        return 3 * c1**2  # ZBWH24, Appendix C.4, arXiv 2311.14632: C = C1 = C2
-    excess = max(0.0, event.gradient_bound - c1)
-    return c1**2 + 2 * min(event.batch_size * event.error_clip_norm, excess) ** 2
-
-
-def published_noise_std(event: DiceSgdDpEvent, epsilon: float, delta: float) -> float:
-    r"""The sigma_1 of Theorem 3.7 for (epsilon, delta); the event's own noise is not used.
+def _published_curve(event: DiceSgdDpEvent) -> SquareRootCurve:
+    r"""The sigma_1 of Theorem 3.7 for (epsilon, delta), solved for epsilon.
 
     .. math::
         \sigma_1^2 = \frac{32\, T \tilde G \log(1/\delta)}{N^2 \varepsilon^2}, \qquad
-        \tilde G = C_1^2 + 2\min(C^2, G'^2)
-
-    Formal guarantees: none. The theorem is false.
-
-    Args:
-        event: The run.
-        epsilon: > 0.
-        delta: In (0, 1).
-
-    Raises:
-        ValueError: A value is out of range.
-    """
-    epsilon = validate.real("epsilon", epsilon, above=0)
-    delta = validate.real("delta", delta, above=0, maximum=1)
-    # ZBWH24, Theorem 3.7, arXiv 2311.14632
-    scale = 32 * event.num_steps * squared_sensitivity(event) * math.log(1 / delta)
-    return math.sqrt(scale) / (event.dataset_size * epsilon)
-
-
-def published_curve(event: DiceSgdDpEvent) -> SquareRootCurve:
-    """The curve of a run, Theorem 3.7 solved for epsilon.
+        \tilde G = C_1^2 + 2\min((B C_2)^2, \max(0, G - C_1)^2),
+        \quad\text{automatic: } 3 C_1^2
 
     Its Renyi divergence is the sum that the paper's proof ends with. (Even if that sum were right,
     its conversion would give epsilon >= sqrt(2 * scale * log(1/delta)).)
     """
+    # ZBWH24, Theorem 3.7 and Appendix C.4 (C1 = C2), arXiv 2311.14632
+    excess = min(
+        event.batch_size * event.error_clip_norm, max(0.0, event.gradient_bound - event.clip_norm)
+    )
+    squared = event.clip_norm**2 + 2 * (event.clip_norm if event.automatic else excess) ** 2
     noise = event.noise_std * event.dataset_size
-    total = 32 * event.num_steps * squared_sensitivity(event)
-    return SquareRootCurve(total / noise**2 if noise else math.inf)
+    return SquareRootCurve(32 * event.num_steps * squared / noise**2 if noise else math.inf)

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 from dice import clip, normalise, update
+from dice_events import published_noise_std
 from dice_outlier import DiceOutlier, _statistics
 from dp_accounting import NeighboringRelation
 from hypothesis import given, settings
@@ -13,7 +14,7 @@ from scipy import optimize, stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import DiceSgd
-from hidden_state_accountants.bounds.dice_sgd_2024 import published_noise_std, sound_curve
+from hidden_state_accountants.bounds.dice_sgd_2024 import sound_curve
 from hidden_state_accountants.curves.base import known_of
 
 ADD, ONE, SPECIAL = (

@@ -5,6 +5,7 @@ from dice import update
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.bounds import DiceSgd
 from hidden_state_accountants.bounds.dice_sgd_2024 import Effect
 from hidden_state_accountants.bounds.solvers.inclusion_counts import (
     Inclusions,
@@ -28,6 +29,12 @@ def run(**changes):
         "gradient_bound": 1.5,
     }
     return hsa.DiceSgdDpEvent(**(arguments | changes))
+
+
+def published_noise_std(event, epsilon, delta):
+    """The noise that Theorem 3.7 asks for; its epsilon is inverse to the noise."""
+    claimed = DiceSgd("published").guarantee(event, ADD).epsilon(delta)
+    return event.noise_std * claimed / epsilon
 
 
 def simulate(participates, others, mine, clip_norm, radius, divisor):

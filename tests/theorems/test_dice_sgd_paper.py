@@ -4,11 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from dice_events import ADD, ONE, SPECIAL, run
+from dice_events import ADD, ONE, SPECIAL, published_noise_std, run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import DiceSgd
-from hidden_state_accountants.bounds.dice_sgd_2024 import published_noise_std
 
 PAPER = {"clip_norm": 1.0, "error_clip_norm": 1.0, "batch_size": 1000, "dataset_size": 50_000,
          "num_steps": 150, "gradient_bound": math.inf}  # fmt: skip
