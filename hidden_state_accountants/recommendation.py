@@ -60,6 +60,7 @@ _BATCHES = (4, 20, 100, 400)  # per epoch
 _LEAST_BATCH = 50
 _EVALUATIONS = 8_000_000  # that a long run may take
 _SHORT, _LONG = 16, 64  # epochs
+_K, _K_OF_TARGETS = 64.0, 4.0  # 2 M times the longest rate
 _KAPPA = 1.4
 _KAPPA_OF_TARGETS = 0.2  # half ranges: a prediction of a number has a scale
 # The longest gradient over the noise in one of all records. Above it what is not fitted yet costs
@@ -84,7 +85,6 @@ class LinearLoss:
         name: As in `LossGeometry`.
         curvature: M, the Lipschitz constant of its gradient in the predictions.
         clip_norm: C, of the gradient in the predictions.
-        steepest: k.
         fades: Whether its curvature falls as it is fitted, and with it the noise of long steps.
         plain: The name of its criterion in the adapter for Opacus, and
         envelope: that of its envelope.
@@ -93,24 +93,15 @@ class LinearLoss:
     name: str
     curvature: float
     clip_norm: float
-    steepest: float
     fades: bool
     plain: str
     envelope: str
 
 
 _KNOWN = (
-    ("softmax_cross_entropy", 0.5, 0.3, 64.0, True, "CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
-    ("logistic", 0.25, 0.3, 64.0, True, "BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
-    (
-        "squared_error",
-        1.0,
-        0.1,
-        4.0,
-        False,
-        "MSELoss on half the squares",
-        "EnvelopeSquaredErrorLoss",
-    ),
+    ("softmax_cross_entropy", 0.5, 0.3, True, "CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
+    ("logistic", 0.25, 0.3, True, "BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
+    ("squared_error", 1.0, 0.1, False, "MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
 )
 LOSSES = {row[0]: LinearLoss(*row) for row in _KNOWN}
 
@@ -455,7 +446,7 @@ class _Task:
         # Learning rates for features of norm 1: what noise and data ask for, and what steps take.
         longest = max(_LONGEST, _LONGEST_PER_RECORD * self.n) * flatness
         wanted = min(self.kappa * self.n * self.mu / loss.clip_norm, longest) / steps
-        steepest = loss.steepest * flatness
+        steepest = (_K if loss.fades else _K_OF_TARGETS) * flatness
         if not composed or not loss.fades:  # hidden runs are smoothed by as much, and saturate
             steepest /= math.sqrt(split)
         decay = self.decay / self.square
