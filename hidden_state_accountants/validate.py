@@ -150,14 +150,15 @@ def magnitude(name: str, value: Any, *, positive: bool = False, allow_inf: bool 
     return number
 
 
+# Validators of fields.
 FLAG = checked(flag)
 COUNT = checked(integer, minimum=1)
 MAGNITUDE = checked(magnitude)
 POSITIVE = checked(magnitude, positive=True)
 
 
-def real_array(name: str, value: Any, *, minimum: float, allow_inf: bool = False) -> np.ndarray:
-    """Returns `value` as a one-dimensional float64 array with every entry in range."""
+def real_array(name: str, value: Any) -> np.ndarray:
+    """Returns `value` as a one-dimensional float64 array of finite numbers >= 0."""
     array = np.asarray(value)
     if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "fiu":
         raise TypeError(
@@ -165,13 +166,12 @@ def real_array(name: str, value: Any, *, minimum: float, allow_inf: bool = False
             f"got shape {array.shape} and dtype {array.dtype}."
         )
     array = array.astype(np.float64)
-    bad = ~(array >= minimum) if allow_inf else ~((array >= minimum) & (array < np.inf))
+    bad = ~((array >= 0) & (array < np.inf))
     if bad.any():
         index = int(np.argmax(bad))
-        kind = "" if allow_inf else "finite "
         raise ValueError(
-            f"Expected {kind}{name} >= {minimum:g} at every step, "
-            f"got {float(array[index])!r} at index {index}."
+            f"Expected finite {name} >= 0 at every step, got {float(array[index])!r} at index "
+            f"{index}."
         )
     return array
 

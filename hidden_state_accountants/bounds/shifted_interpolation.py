@@ -82,7 +82,7 @@ def shifted_gdp_mu(
     """
     names = ("contraction", "sensitivity", "noise_std")
     arrays = [
-        validate.real_array(name, np.atleast_1d(value), minimum=0.0)
+        validate.real_array(name, np.atleast_1d(value))
         for name, value in zip(names, (contraction, sensitivity, noise_std), strict=True)
     ]
     sizes = {len(array) for array in arrays} - {1}

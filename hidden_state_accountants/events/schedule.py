@@ -35,7 +35,7 @@ class Schedule:
     lengths: tuple[int, ...]
 
     def __init__(self, values: Iterable[float], lengths: Iterable[int]):
-        array = validate.real_array("schedule values", _as_array(values), minimum=0.0)
+        array = validate.real_array("schedule values", _as_array(values))
         counts = np.asarray(_as_array(lengths))
         if counts.ndim != 1 or counts.dtype.kind not in "iu":
             raise TypeError(
@@ -56,7 +56,7 @@ class Schedule:
     @classmethod
     def from_sequence(cls, sequence: Iterable[float], name: str = "schedule") -> Schedule:
         """Encodes a sequence that holds one value per step; errors call it `name`."""
-        array = validate.real_array(name, _as_array(sequence), minimum=0.0)
+        array = validate.real_array(name, _as_array(sequence))
         return cls(array, np.ones(len(array), dtype=np.int64))
 
     def to_array(self) -> np.ndarray:
