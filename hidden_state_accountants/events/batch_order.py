@@ -27,12 +27,7 @@ class BatchOrder(enum.Enum):
     POISSON = "poisson"  # every record joins every batch independently
 
 
-_FIXED_SIZE = (
-    BatchOrder.CYCLIC,
-    BatchOrder.SHUFFLED_ONCE,
-    BatchOrder.RESHUFFLED,
-    BatchOrder.WITHOUT_REPLACEMENT,
-)
+_OF_ANY_SIZE = (BatchOrder.FULL, BatchOrder.POISSON)
 EPOCH_ORDERS = (BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE, BatchOrder.RESHUFFLED)
 
 
@@ -49,7 +44,7 @@ def sensitivity_in_clip_norms(order: BatchOrder, relation: NeighboringRelation) 
 
 def unmet_relation(order: BatchOrder, relation: NeighboringRelation) -> str | None:
     """The reason why no theorem covers `relation` with `order`, or None."""
-    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE and order in _FIXED_SIZE:
+    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE and order not in _OF_ANY_SIZE:
         return (
             f"{order.name} batches of a fixed size cannot add or remove a record without moving "
             "the others: use NeighboringRelation.REPLACE_SPECIAL (the record is replaced by one "

@@ -1025,9 +1025,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "core/test_process.py": {
             "fixed_batches_accept_add_or_remove": (
-                "NeighboringRelation.ADD_OR_REMOVE_ONE and order in _FIXED_SIZE",
-                "NeighboringRelation.ADD_OR_REMOVE_ONE and order not in (*_FIXED_SIZE, "
-                "*BatchOrder)",
+                "NeighboringRelation.ADD_OR_REMOVE_ONE and order not in _OF_ANY_SIZE",
+                "NeighboringRelation.ADD_OR_REMOVE_ONE and order not in BatchOrder",
             ),
             "unequal_batches_are_accepted": (
                 "rest = self.dataset_size % self.batch_size",
