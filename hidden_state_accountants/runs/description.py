@@ -45,10 +45,8 @@ class Description:
         run: One sentence: what ran.
         protects: What is protected, and what is not.
         released: The label of the guarantee's epsilon among the figures.
-        other_label: What the figure of another run, of which every iterate is released, is; empty
-            if there is none.
-        other: That run; None if its epsilon is not known.
-        other_relation: Its neighbouring relation.
+        other_label: What the figure of another run is; empty if there is none.
+        other: The guarantee of that run, with every iterate released; None if it is not known.
         footnote: About that run.
     """
 
@@ -59,8 +57,7 @@ class Description:
     protects: str
     released: str = "Epsilon of the released model (last iterate):"
     other_label: str = ""
-    other: DpEvent | None = None
-    other_relation: NeighboringRelation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    other: Callable[[], Guarantee | None] = lambda: None
     footnote: str = ""
 
 
@@ -102,7 +99,7 @@ def of_last_iterate(
         run=_run_text(event, notes.get("microbatch", 1)),
         protects=_released_text(event),
         other_label="Epsilon of ANOTHER algorithm, Poisson batches (*):" if has_other else "",
-        other=_with_poisson_batches(event),
+        other=lambda: _with_poisson_batches(event),
         footnote=(
             "(*) Not this run. It draws every batch anew with Poisson sampling, at the same noise, "
             "and releases all checkpoints; its figure is for ADD_OR_REMOVE_ONE adjacency. A run "
@@ -113,10 +110,11 @@ def of_last_iterate(
     )
 
 
-def _with_poisson_batches(event: LastIterateDpEvent) -> LastIterateDpEvent | None:
+def _with_poisson_batches(event: LastIterateDpEvent) -> Guarantee | None:
     if isinstance(event.noise_multiplier, Schedule) or isinstance(event.clip_norm, Schedule):
         return None  # one subsampled mechanism for every value: slow
-    return attrs.evolve(event, batch_order=BatchOrder.POISSON, record_position=None)
+    other = attrs.evolve(event, batch_order=BatchOrder.POISSON, record_position=None)
+    return composition_of(other, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
 def _facts(
@@ -235,8 +233,7 @@ def of_dice_sgd(
         ),
         released="Epsilon of all released models:",
         other_label="Epsilon of ANOTHER algorithm, DP-SGD (*):",
-        other=plain,
-        other_relation=relation,
+        other=lambda: composition_of(plain, relation),
         footnote=(
             "(*) Not this run: DP-SGD with the same batches, clip norm and noise, without "
             "error feedback. DiceSGD must not be reported with it."

@@ -121,9 +121,8 @@ class Statement:
             every = self._epsilon_of_every_iterate()
             figures.append(_figure("Epsilon if all checkpoints are released:", every))
         if described.other_label:
-            other, epsilon = described.other, None
-            if other is not None and not guarantee.is_of_groups:
-                epsilon = _composed_epsilon([other], described.other_relation, self.delta)
+            other = None if guarantee.is_of_groups else described.other()
+            epsilon = None if other is None else other.epsilon(self.delta)
             figures.append(_figure(described.other_label, epsilon))
         level = "User-level" if guarantee.is_of_groups else "Example-level"
         heading = (
@@ -161,7 +160,13 @@ class Statement:
     def _epsilon_of_every_iterate(self) -> float | None:
         relation, size = self.guarantee.neighboring_relation, self.guarantee.group_size
         events = [run_of_groups(event, relation, size) for event in self.events]
-        return _composed_epsilon(events, relation, self.delta, self.beside, size)
+        guarantees = [with_every_iterate(event, relation) for event in events]
+        if self.beside is not None:
+            guarantees.append(LastIterateAccountant(relation).compose(self.beside).guarantee)
+        known = [guarantee for guarantee in guarantees if guarantee is not None]
+        if len(known) < len(guarantees):
+            return None
+        return group_guarantee(compose_guarantees(known, relation), size).epsilon(self.delta)
 
     def _items(self, titles: Mapping[Status, str], item: Callable[[str], str]) -> list[str]:
         """The assumptions by their status, one an item."""
@@ -171,22 +176,6 @@ class Statement:
             if texts:
                 found.append("\n".join([f"{title}:", *map(item, texts)]))
         return found
-
-
-def _composed_epsilon(
-    events: Sequence[DpEvent],
-    relation: NeighboringRelation,
-    delta: float,
-    beside: DpEvent | None = None,
-    group_size: int = 1,
-) -> float | None:
-    guarantees = [with_every_iterate(event, relation) for event in events]
-    if beside is not None:
-        guarantees.append(LastIterateAccountant(relation).compose(beside).guarantee)
-    known = [guarantee for guarantee in guarantees if guarantee is not None]
-    if len(known) < len(guarantees):
-        return None
-    return group_guarantee(compose_guarantees(known, relation), group_size).epsilon(delta)
 
 
 def _number(epsilon: float | None, decimals: int) -> str:
