@@ -19,9 +19,9 @@ from hidden_state_accountants.bounds.base import Bound, Citation, Proof
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import Curve, GaussianCurve, with_delta
 from hidden_state_accountants.curves.by_profile import (
-    SampledCurve,
     replaced_in_poisson_batch,
     replaced_without_replacement,
+    sampled_curve,
     zeroed_without_replacement,
 )
 from hidden_state_accountants.curves.composed import compose_curves
@@ -151,7 +151,7 @@ def step_curve(event: LastIterateDpEvent, relation: NeighboringRelation, mu: flo
         return GaussianCurve(2 * mu if relation is _REPLACE_ONE else mu)
     pair = _sampled_pair(event, relation)
     if pair is not None:
-        return SampledCurve(pair, mu, rate)
+        return sampled_curve(pair, mu, rate)
     sampled = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(1 / mu))
     # Zeroing a record of a Poisson sample is removing it.
     return EventCurve(sampled, 1, NeighboringRelation.ADD_OR_REMOVE_ONE)
@@ -170,7 +170,7 @@ def step_profile(
 def _sampled_pair(
     event: LastIterateDpEvent, relation: NeighboringRelation
 ) -> Callable[[float, float], Profile] | None:
-    """Of a `SampledCurve`; None if the record counts on one data set only."""
+    """Of a `sampled_curve`; None if the record counts on one data set only."""
     if event.batch_order is BatchOrder.POISSON:
         return replaced_in_poisson_batch if relation is _REPLACE_ONE else None
     return replaced_without_replacement if relation is _REPLACE_ONE else zeroed_without_replacement

@@ -31,7 +31,7 @@ from hidden_state_accountants.curves.base import (
     best_curve,
     with_delta,
 )
-from hidden_state_accountants.curves.by_profile import SampledCurve, zeroed_without_replacement
+from hidden_state_accountants.curves.by_profile import sampled_curve, zeroed_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.renyi import epsilon_from_rdp
 from hidden_state_accountants.curves.standard import EventCurve
@@ -273,7 +273,7 @@ def _plain_without_replacement(event: DiceSgdDpEvent, relation: NeighboringRelat
     largest = min(event.clip_norm, event.gradient_bound) / event.batch_size
     if relation is not _REPLACE_ONE:
         rate = event.sampling_probability
-        zeroed = SampledCurve(zeroed_without_replacement, largest / event.noise_std, rate)
+        zeroed = sampled_curve(zeroed_without_replacement, largest / event.noise_std, rate)
         return compose_curves([(zeroed, event.num_steps)])
     step = dp_accounting.SampledWithoutReplacementDpEvent(
         event.dataset_size,

@@ -20,7 +20,6 @@ the two directions do: the pair is ordered, and composes with others of the same
 
 from __future__ import annotations
 
-import abc
 import functools
 import math
 from collections.abc import Callable
@@ -31,7 +30,7 @@ import numpy as np
 from scipy import special
 
 from hidden_state_accountants.curves import profiles
-from hidden_state_accountants.curves.base import ComposableCurve, Curve
+from hidden_state_accountants.curves.base import ComposableCurve, Curve, GaussianCurve
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import Losses, losses_of
 from hidden_state_accountants.curves.profiles import Deltas, Profile
@@ -48,23 +47,21 @@ _SMALLEST = 1e-15  # deltas that need no further epsilon
 _POINTS = np.linspace(0.0, 1.0, 65)  # at which an epsilon is looked for, again and again
 
 
+@attrs.frozen(eq=False)
 class ProfileCurve(ComposableCurve):
-    """The largest divergence of two orders of a pair."""
+    """The larger divergence of the two orders of a pair.
 
-    @property
-    @abc.abstractmethod
-    def profile(self) -> Profile:
-        """Of the pair; where its directions differ, the data set with the record comes first."""
+    Attributes:
+        profile: Of the pair; where its directions differ, the data set with the record comes first.
+        infinite: The mass of infinite losses.
+        divergences: The Renyi divergences of both directions, if they are known.
+        event: As for `to_dpevent`.
+    """
 
-    @property
-    def infinite(self) -> float:
-        """The mass of infinite losses; none, of Gaussians."""
-        return 0.0
-
-    @property
-    def is_bounded(self) -> bool:
-        """Whether finite losses end; those of Gaussians do not, but their deltas underflow."""
-        return False
+    profile: Profile
+    infinite: float = 0.0
+    divergences: Callable[[np.ndarray], np.ndarray] | None = None
+    event: dp_accounting.DpEvent | None = None
 
     def _deltas(self, epsilon: np.ndarray) -> np.ndarray:
         found = self.profile.forward(epsilon)
@@ -81,7 +78,7 @@ class ProfileCurve(ComposableCurve):
         low, high = 0.0, self.profile.largest
         if self.delta(0.0) <= delta:
             return 0.0
-        if self.delta(high) > delta or (delta == 0 and not self.is_bounded):
+        if delta == 0 or self.delta(high) > delta:  # small deltas of Gaussians underflow
             return math.inf
         while high - low > 1e-12 * high:  # high is always enough
             points = low + (high - low) * _POINTS
@@ -91,122 +88,63 @@ class ProfileCurve(ComposableCurve):
             low, high = float(points[place - 1]), min(float(points[place]), high)
         return high
 
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return super().rdp(orders) if self.divergences is None else self.divergences(orders)
+
     def privacy_losses(self) -> Losses | None:
         return losses_of(self.profile)
 
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        return self.event
 
-@attrs.frozen(eq=False, slots=False)
-class PolygonCurve(ProfileCurve):
+
+def polygon_curve(epsilons: np.ndarray, deltas: np.ndarray) -> ProfileCurve:
     """The polygon through bounds on delta, in both directions, as a function of e^epsilon.
 
-    Attributes:
+    Args:
         epsilons: The nodes, ascending from 0.
         deltas: The bounds there, falling. Beyond the last node nothing smaller is known.
     """
-
-    epsilons: np.ndarray
-    deltas: np.ndarray
-
-    @property
-    def infinite(self) -> float:
-        return float(self.deltas[-1])
-
-    @functools.cached_property
-    def profile(self) -> Profile:
-        values = profiles.polygon(self.epsilons, self.deltas)
-        return Profile(values, values, float(self.epsilons[-1]))
+    values = profiles.polygon(epsilons, deltas)
+    return ProfileCurve(Profile(values, values, float(epsilons[-1])), float(deltas[-1]))
 
 
-@attrs.frozen(slots=False)
-class SampledCurve(ProfileCurve):
+@functools.lru_cache(maxsize=64)  # equal steps are one mechanism
+def sampled_curve(
+    pair: Callable[[float, float], Profile], record_mu: float, rate: float
+) -> ComposableCurve:
     """A Gaussian step on a batch drawn at random, in which the record counts on both data sets.
 
-    Attributes:
+    Args:
         pair: `zeroed_without_replacement`, `replaced_without_replacement` or
             `replaced_in_poisson_batch`.
         record_mu: The gradient bound over the noise, of every record.
         rate: The probability that the batch holds the record.
     """
-
-    pair: Callable[[float, float], Profile]
-    record_mu: float
-    rate: float
-
-    @property
-    def _apart(self) -> float:
-        """How far the outputs are apart if the record takes part."""
-        return self.record_mu if self.pair is zeroed_without_replacement else 2 * self.record_mu
-
-    @property
-    def mu(self) -> float | None:
-        """If the record certainly takes part, or nothing private is left."""
-        return self._apart if self.rate == 1 or self.record_mu in (0, math.inf) else None
-
-    @functools.cached_property
-    def profile(self) -> Profile:
-        return self.pair(self.record_mu, self.rate)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        r"""Upper bounds on the Renyi divergences of both directions.
-
-        With the profiles f of (P, Q) and b of (Q, P)
-
-        .. math::
-            E_Q (P/Q)^\alpha = 1 + \alpha(\alpha-1) \Big[ \int_0^\infty e^{(\alpha-1)x} f(x)\,dx
-            + \int_0^\infty e^{-\alpha x} b(x)\,dx \Big],
-
-        and f, b lie below their polygons in :math:`e^x`. Where the first integral has not converged
-        before f underflows, and where it is smaller, the mean over a coin that is revealed:
-        :math:`1 - q + q e^{\alpha(\alpha-1)\mu^2/2}` (joint convexity).
-        """
-        flat = np.asarray(orders, dtype=np.float64).ravel()
-        largest = 2 * self.record_mu
-        with np.errstate(divide="ignore"):
-            absent, joins = np.log1p(-self.rate), math.log(self.rate)
-        exponents = flat * (flat - 1) * self._apart**2 / 2
-        revealed = np.logaddexp(absent, joins + exponents) / (flat - 1)
-        # The loss at which nothing is left that a double can hold.
-        reach = float(np.logaddexp(absent, joins + largest * (largest / 2 + _FAR)))
-        # As many for every mechanism, so that figures are smooth functions of its parameters.
-        nodes = np.append(0.0, reach * _RATIO ** np.arange(-_COUNT, 1.0))
-        forward = self.profile.forward(nodes)
-        backward = forward if self.profile.is_symmetric else self.profile.backward(nodes)
-        found = np.maximum(
-            _divergences(flat, nodes, forward, backward),
-            _divergences(flat, nodes, backward, forward),
-        )
-        return np.minimum(found, revealed).reshape(np.shape(orders))
+    apart = record_mu if pair is zeroed_without_replacement else 2 * record_mu  # if it does
+    if rate == 1 or record_mu in (0, math.inf):
+        return GaussianCurve(apart)
+    profile = pair(record_mu, rate)
+    divergences = functools.partial(_sampled_divergences, profile, record_mu, apart, rate)
+    return ProfileCurve(profile, divergences=divergences)
 
 
-@attrs.frozen(eq=False, slots=False)
-class CohortCurve(ProfileCurve):
+def cohort_curve(curve: Curve, rate: float) -> ProfileCurve:
     """Amplification by sampling of a curve that is not Gaussian (docs/theory/cohorts.md).
 
-    Attributes:
+    Args:
         curve: Of what runs on the cohort.
         rate: The probability that a record joins it.
     """
-
-    curve: Curve
-    rate: float
-
-    @functools.cached_property
-    def profile(self) -> Profile:
-        return profiles.poisson(profile_above(self.curve), self.rate)
-
-    @property
-    def infinite(self) -> float:
-        return min(1.0, self.rate * self.curve.delta(math.inf))
-
-    @property
-    def is_bounded(self) -> bool:
-        return self.curve.epsilon(0.0) < math.inf
-
-    def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        event = self.curve.to_dpevent()
-        if not isinstance(event, dp_accounting.GaussianDpEvent):
-            return None  # stock accountants read no other events inside a sampled one
-        return dp_accounting.PoissonSampledDpEvent(self.rate, event)
+    event = curve.to_dpevent()
+    return ProfileCurve(
+        profiles.poisson(profile_above(curve), rate),
+        infinite=min(1.0, rate * curve.delta(math.inf)),
+        # Stock accountants read no other events inside a sampled one.
+        event=dp_accounting.PoissonSampledDpEvent(rate, event)
+        if isinstance(event, dp_accounting.GaussianDpEvent)
+        else None,
+    )
 
 
 def read(curve: Curve, smallest: float = _SMALLEST) -> tuple[np.ndarray, np.ndarray]:
@@ -340,6 +278,38 @@ def _share_of(share: np.ndarray, mu: float, epsilon: np.ndarray) -> np.ndarray:
 
 def _largest(mu: float, rate: float) -> float:
     return profiles.without_replacement(profiles.gaussian(mu), rate).largest
+
+
+def _sampled_divergences(
+    profile: Profile, mu: float, apart: float, rate: float, orders: np.ndarray
+) -> np.ndarray:
+    r"""Upper bounds on the Renyi divergences of both directions.
+
+    With the profiles f of (P, Q) and b of (Q, P)
+
+    .. math::
+        E_Q (P/Q)^\alpha = 1 + \alpha(\alpha-1) \Big[ \int_0^\infty e^{(\alpha-1)x} f(x)\,dx
+        + \int_0^\infty e^{-\alpha x} b(x)\,dx \Big],
+
+    and f, b lie below their polygons in :math:`e^x`. Where the first integral has not converged
+    before f underflows, and where it is smaller, the mean over a coin that is revealed:
+    :math:`1 - q + q e^{\alpha(\alpha-1)\mu^2/2}` (joint convexity).
+    """
+    flat = np.asarray(orders, dtype=np.float64).ravel()
+    absent, joins = math.log1p(-rate), math.log(rate)
+    exponents = flat * (flat - 1) * apart**2 / 2
+    revealed = np.logaddexp(absent, joins + exponents) / (flat - 1)
+    # The loss at which nothing is left that a double can hold.
+    reach = float(np.logaddexp(absent, joins + 2 * mu * (mu + _FAR)))
+    # As many for every mechanism, so that figures are smooth functions of its parameters.
+    nodes = np.append(0.0, reach * _RATIO ** np.arange(-_COUNT, 1.0))
+    forward = profile.forward(nodes)
+    backward = forward if profile.is_symmetric else profile.backward(nodes)
+    found = np.maximum(
+        _divergences(flat, nodes, forward, backward),
+        _divergences(flat, nodes, backward, forward),
+    )
+    return np.minimum(found, revealed).reshape(np.shape(orders))
 
 
 def _divergences(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import attrs
 import dp_accounting
@@ -16,8 +16,8 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import Curve, GaussianCurve, LossCurve
 from hidden_state_accountants.curves.by_profile import (
-    SampledCurve,
     replaced_in_poisson_batch,
+    sampled_curve,
     zeroed_without_replacement,
 )
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss, losses_of, stock_loss
@@ -44,7 +44,7 @@ class EventCurve(LossCurve):
     @property
     def rdp_is_known(self) -> bool:
         """Whether there are divergences."""
-        if pair_curve(self.event, self.relation) is not None:
+        if _sampled_pair(self.event, self.relation) is not None:
             return True
         return bool(rdp.RdpAccountant([2.0], self.relation).supports(self.event))
 
@@ -54,9 +54,9 @@ class EventCurve(LossCurve):
         return event_losses(self.event, self.count, self.relation)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
-        pair = pair_curve(self.event, self.relation)
+        pair = _sampled_pair(self.event, self.relation)
         if pair is not None:
-            return self.count * pair.rdp(orders)
+            return self.count * sampled_curve(*pair).rdp(orders)
         if not self.rdp_is_known:
             return np.full(orders.shape, math.inf)
         accountant = rdp.RdpAccountant(orders.ravel().tolist(), self.relation)
@@ -133,7 +133,7 @@ def _event_curve(
     """
     event = _with_noise(event, 1.0)
     name = type(event).__name__
-    if pair_curve(event, relation) is not None:
+    if _sampled_pair(event, relation) is not None:
         return EventCurve(event, count, relation)
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
         if relation is _ADD_OR_REMOVE:
@@ -203,8 +203,10 @@ class _PldAccountant(pld.PLDAccountant):
         return self._pld
 
 
-def pair_curve(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> SampledCurve | None:
-    """The curve of a sampled Gaussian in which both data sets move; None for all others.
+def _sampled_pair(
+    event: dp_accounting.DpEvent, relation: NeighboringRelation
+) -> tuple[Callable[[float, float], profiles.Profile], float, float] | None:
+    """As for `sampled_curve`, of a sampled Gaussian in which both data sets move; None for others.
 
     No stock accountant knows these: a record that is zeroed in a batch of fixed size, and one that
     is replaced in a Poisson batch. The noise multiplier is one over the largest contribution of a
@@ -214,12 +216,12 @@ def pair_curve(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> S
         if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
             mu, rate = _gaussian_mu(event.event), _share_of_records(event)
             if 0 < mu < math.inf and 0 < rate <= 1:
-                return SampledCurve(zeroed_without_replacement, mu, rate)
+                return zeroed_without_replacement, mu, rate
     if relation is NeighboringRelation.REPLACE_ONE:
         if isinstance(event, dp_accounting.PoissonSampledDpEvent):
             mu, rate = _gaussian_mu(event.event), event.sampling_probability
             if 0 < mu < math.inf and 0 < rate <= 1:
-                return SampledCurve(replaced_in_poisson_batch, mu, rate)
+                return replaced_in_poisson_batch, mu, rate
     return None
 
 
@@ -230,11 +232,12 @@ def event_profile(
 
     Exact under ADD_OR_REMOVE_ONE for Laplace noise and Poisson sampling, where the data set that
     has the record is P, and under REPLACE_ONE for sampling without replacement; an upper bound for
-    a `pair_curve`. The noise multiplier is one over the sensitivity under that relation.
+    a `sampled_curve`. The noise multiplier is one over the sensitivity under that relation.
     """
-    pair = pair_curve(event, relation)
+    pair = _sampled_pair(event, relation)
     if pair is not None:
-        return pair.profile
+        of, mu, rate = pair
+        return of(mu, rate)
     if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
         if isinstance(event, dp_accounting.LaplaceDpEvent) and event.noise_multiplier > 0:
             return profiles.laplace(event.noise_multiplier)

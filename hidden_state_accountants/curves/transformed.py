@@ -24,7 +24,7 @@ from hidden_state_accountants.curves.base import (
 )
 from hidden_state_accountants.curves.by_profile import (
     LARGEST,
-    CohortCurve,
+    cohort_curve,
     lower_hull,
     profile_above,
     read,
@@ -238,4 +238,4 @@ def of_cohort(curve: Curve, rate: float) -> Curve:
         once = dp_accounting.GaussianDpEvent(1 / curve.mu)
         event = dp_accounting.PoissonSampledDpEvent(rate, once)
         return EventCurve(event, 1, NeighboringRelation.ADD_OR_REMOVE_ONE)
-    return CohortCurve(curve, rate)
+    return cohort_curve(curve, rate)

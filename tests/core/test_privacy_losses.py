@@ -16,7 +16,7 @@ from hidden_state_accountants.curves import (
     standard,
 )
 from hidden_state_accountants.curves.base import GaussianCurve
-from hidden_state_accountants.curves.by_profile import SampledCurve, zeroed_without_replacement
+from hidden_state_accountants.curves.by_profile import sampled_curve, zeroed_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.composed_loss import ComposedLoss, Parts
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
@@ -394,7 +394,7 @@ def test_divergences_of_steps_are_those_of_dp_accounting(orders):
 @pytest.mark.parametrize("delta", [0.3, 1e-3, 1e-8, 1e-14])
 def test_least_epsilons_are_bounds(count, delta):
     """They tell what need not be worked out."""
-    curve = compose_curves([(SampledCurve(zeroed_without_replacement, 0.5, 0.01), count)])
+    curve = compose_curves([(sampled_curve(zeroed_without_replacement, 0.5, 0.01), count)])
     least, epsilon = curve.least_epsilon(delta), curve.epsilon(delta)
     assert least <= epsilon
     if epsilon > 20 and delta < 0.1:

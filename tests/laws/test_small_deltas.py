@@ -18,7 +18,7 @@ from hidden_state_accountants.curves.base import (
     RdpCurve,
     with_delta,
 )
-from hidden_state_accountants.curves.by_profile import SampledCurve, replaced_without_replacement
+from hidden_state_accountants.curves.by_profile import replaced_without_replacement, sampled_curve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.standard import EventCurve
 
@@ -52,7 +52,7 @@ MAKE = {
         20,
         REPLACE_ONE,
     ),
-    "c_q": lambda: SampledCurve(replaced_without_replacement, 0.35, 0.05),
+    "c_q": lambda: sampled_curve(replaced_without_replacement, 0.35, 0.05),
     "mixtures": lambda: compose_curves([(mixture(), 500)]),
     "mixtures and an event": lambda: compose_curves(
         [(mixture(), 40), (standard(poisson(0.05, 1.0), 100), 1)]

@@ -13,7 +13,7 @@ from scipy import integrate, stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.curves.base import GaussianCurve
-from hidden_state_accountants.curves.by_profile import SampledCurve, replaced_without_replacement
+from hidden_state_accountants.curves.by_profile import replaced_without_replacement, sampled_curve
 from hidden_state_accountants.curves.composed import compose_curves
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -176,7 +176,7 @@ class TestBatchesOfFixedSize:
         assert 0.1541 < fixed_size(REPLACE_ONE).get_delta(0.0) < 0.18
 
     def test_the_same_as_in_our_own_curves(self):
-        own = compose_curves([(SampledCurve(replaced_without_replacement, 1.0, 0.1), 3)])
+        own = compose_curves([(sampled_curve(replaced_without_replacement, 1.0, 0.1), 3)])
         ours = fixed_size(REPLACE_ONE).get_epsilon(1e-6)
         assert ours == pytest.approx(own.epsilon(1e-6), rel=1e-12)
 
@@ -184,7 +184,7 @@ class TestBatchesOfFixedSize:
         pair = dp_accounting.ComposedDpEvent([gaussian(5.0), gaussian(4.0)])
         event = dp_accounting.SampledWithoutReplacementDpEvent(100, 10, pair)
         ours = hsa.LastIterateAccountant(REPLACE_ONE).compose(event)
-        own = SampledCurve(replaced_without_replacement, math.hypot(1 / 5, 1 / 4), 0.1)
+        own = sampled_curve(replaced_without_replacement, math.hypot(1 / 5, 1 / 4), 0.1)
         assert ours.get_epsilon(1e-6) == pytest.approx(own.epsilon(1e-6), rel=1e-5)
 
     def test_beside_laplace_noise(self):

@@ -949,16 +949,16 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "or any(map(has_zero_noise, []))",
             ),
             "replaced_record_of_a_standard_event_moves_half_as_far": (
-                "return SampledCurve(replaced_in_poisson_batch, mu, rate)",
-                "return SampledCurve(replaced_in_poisson_batch, mu / 2, rate)",
+                "return replaced_in_poisson_batch, mu, rate",
+                "return replaced_in_poisson_batch, mu / 2, rate",
             ),
             "zeroed_record_of_a_standard_event_moves_half_as_far": (
-                "return SampledCurve(zeroed_without_replacement, mu, rate)",
-                "return SampledCurve(zeroed_without_replacement, mu / 2, rate)",
+                "return zeroed_without_replacement, mu, rate",
+                "return zeroed_without_replacement, mu / 2, rate",
             ),
             "divergence_of_a_pair_beside_events_is_lost": (
-                "return self.count * pair.rdp(orders)",
-                "return 0 * pair.rdp(orders)",
+                "return self.count * sampled_curve(*pair).rdp(orders)",
+                "return 0 * sampled_curve(*pair).rdp(orders)",
             ),
         },
         "laws/test_accountants.py::TestComposition": {

@@ -17,10 +17,10 @@ from hidden_state_accountants.bounds.composition import step_curve, step_profile
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.curves.by_profile import (
-    SampledCurve,
     _divergences,
     replaced_in_poisson_batch,
     replaced_without_replacement,
+    sampled_curve,
     zeroed_without_replacement,
 )
 from hidden_state_accountants.curves.composed import compose_curves
@@ -117,7 +117,7 @@ def test_composed_orders_with_states_that_choose(seed):
     """Two steps; in the second one the places depend on what the first one showed."""
     rng = np.random.default_rng(seed)
     mu, q = 1.2, 0.3
-    claim = compose_curves([(SampledCurve(zeroed_without_replacement, mu, q), 2)])
+    claim = compose_curves([(sampled_curve(zeroed_without_replacement, mu, q), 2)])
     x = np.linspace(-9, 9, 361)
     width = x[1] - x[0]
     places = rng.choice([-mu, 0.0, mu], size=(2, len(x)))
@@ -160,9 +160,9 @@ class TestDivergences:
     def test_of_the_pairs(self, mu, rate):
         """Far apart, too, where a profile underflows before the divergence has converged."""
         cases = (
-            (SampledCurve(zeroed_without_replacement, mu, rate), (-mu, mu, 0.0)),
-            (SampledCurve(replaced_in_poisson_batch, mu, rate), (0.0, mu, -mu)),
-            (SampledCurve(replaced_without_replacement, mu, rate), (0.0, 2 * mu, 0.0)),
+            (sampled_curve(zeroed_without_replacement, mu, rate), (-mu, mu, 0.0)),
+            (sampled_curve(replaced_in_poisson_batch, mu, rate), (0.0, mu, -mu)),
+            (sampled_curve(replaced_without_replacement, mu, rate), (0.0, 2 * mu, 0.0)),
         )
         for curve, (base, joined, other) in cases:
             pair = [
@@ -200,7 +200,7 @@ class TestDivergences:
         assert (found >= whole.forward(epsilons)).all()
 
     def test_far_apart_the_coin_is_revealed(self):
-        curve = SampledCurve(replaced_in_poisson_batch, 40.0, 0.1)
+        curve = sampled_curve(replaced_in_poisson_batch, 40.0, 0.1)
         found = curve.rdp(np.array([2.0, 300.0]))
         assert np.isfinite(found).all()
         assert found[0] == pytest.approx(6400 + math.log(0.1), rel=1e-3)
@@ -231,10 +231,10 @@ class TestComposition:
             assert least < Composition().guarantee(event, relation).epsilon(1e-5) <= most
 
     def test_one_certain_record_is_a_gaussian(self):
-        assert SampledCurve(zeroed_without_replacement, 0.7, 1.0).mu == 0.7
-        assert SampledCurve(replaced_in_poisson_batch, 0.7, 1.0).mu == 1.4
-        assert SampledCurve(replaced_in_poisson_batch, 0.7, 0.5).mu is None
-        assert SampledCurve(zeroed_without_replacement, 0.7, 0.5).to_dpevent() is None
+        assert sampled_curve(zeroed_without_replacement, 0.7, 1.0).mu == 0.7
+        assert sampled_curve(replaced_in_poisson_batch, 0.7, 1.0).mu == 1.4
+        assert sampled_curve(replaced_in_poisson_batch, 0.7, 0.5).mu is None
+        assert sampled_curve(zeroed_without_replacement, 0.7, 0.5).to_dpevent() is None
 
     def test_the_curve_of_a_step_is_the_profile_that_the_search_uses(self):
         for order, relation in itertools.product(

@@ -19,7 +19,7 @@ from hidden_state_accountants.bounds.solvers.sampled_windows import Plan, Sample
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.bounds.subsampling import USUAL, _SampledRun
 from hidden_state_accountants.curves.base import alternatives, known_of
-from hidden_state_accountants.curves.by_profile import SampledCurve, replaced_without_replacement
+from hidden_state_accountants.curves.by_profile import replaced_without_replacement, sampled_curve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.process.noisy_process import noisy_process
 from hidden_state_accountants.process.stretching import BatchSizes, Stretching, largest_size
@@ -33,7 +33,7 @@ EPSILONS = (0.0, 0.05, 0.3, 1.0)
 
 
 class TestWithoutReplacementCurve:
-    CURVE = SampledCurve(replaced_without_replacement, 0.85, 0.1)
+    CURVE = sampled_curve(replaced_without_replacement, 0.85, 0.1)
 
     @staticmethod
     def exact(epsilon, first_is_mixture):
@@ -59,13 +59,13 @@ class TestWithoutReplacementCurve:
         assert self.CURVE.delta(epsilon) == pytest.approx(min(delta, self.CURVE.delta(0.0)))
 
     def test_large_losses(self):
-        curve = SampledCurve(replaced_without_replacement, 30.0, 0.1)
+        curve = sampled_curve(replaced_without_replacement, 30.0, 0.1)
         assert curve.epsilon(1e-9) == pytest.approx(
             hsa.curves.gaussian.epsilon_from_mu(60.0, 1e-8) + math.log(0.1)
         )
 
     def test_losses_beyond_the_range_of_exp(self):
-        curve = SampledCurve(replaced_without_replacement, 30.0, 1e-7)
+        curve = sampled_curve(replaced_without_replacement, 30.0, 1e-7)
         for epsilon in (600.0, 690.0, 696.0, 800.0):
             assert curve.delta(epsilon) == pytest.approx(1e-7)
         assert curve.delta(curve.epsilon(5e-8)) == pytest.approx(5e-8, rel=1e-6)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import attrs
 import numpy as np
 
-from hidden_state_accountants.curves.by_profile import PolygonCurve
+from hidden_state_accountants.curves.by_profile import ProfileCurve, polygon_curve
 from hidden_state_accountants.curves.losses import UNIT
 from hidden_state_accountants.curves.profiles import Deltas, polygon
 
@@ -49,9 +49,9 @@ class StateProfile:
         return _shortened(epsilons, _convex(epsilons, deltas(epsilons)))
 
     @property
-    def curve(self) -> PolygonCurve:
+    def curve(self) -> ProfileCurve:
         """What it says of the two laws."""
-        return PolygonCurve(self.epsilons, self.deltas)
+        return polygon_curve(self.epsilons, self.deltas)
 
     def after(self, same: Deltas, apart: Deltas, reach: float = 0.0) -> StateProfile:
         """The profile after a window.
