@@ -333,7 +333,11 @@ class BoundAccountant(_LastIterateBase):
                 f"{type(self).__name__} accounts for {self._bound.event_type.__name__}, "
                 f"got {type(event).__name__}."
             )
-        guarantee = bound_guarantee(self._bound, event, self.neighboring_relation)
+        try:
+            guarantee = bound_guarantee(self._bound, event, self.neighboring_relation)
+        except UnsupportedRunError as error:
+            text = str(error).rstrip(".")
+            raise UnsupportedRunError(f"{text}. Or use LastIterateAccountant.") from None
         if guarantee.caveat:
             warnings.warn(f"{guarantee.theorem}: {guarantee.caveat}", UserWarning, stacklevel=2)
         return guarantee

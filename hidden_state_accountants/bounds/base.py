@@ -129,7 +129,7 @@ class Bound(abc.ABC):
         relation = validate.neighboring_relation(relation)
         unmet = self.check(event, relation)
         if unmet:
-            raise UnsupportedRunError(self.refusal(event, unmet))
+            raise UnsupportedRunError(f"{self.citation}: " + "; ".join(map(str, unmet)))
         return self.guarantee_of(event, relation, self.prove(event, relation))
 
     def guarantee_of(self, event: Any, relation: NeighboringRelation, proof: Proof) -> Guarantee:
@@ -153,10 +153,6 @@ class Bound(abc.ABC):
             only_for=event.records,
             of_all_records=functools.partial(self.guarantee, everywhere, relation),
         )
-
-    def refusal(self, event: Any, unmet: tuple[UnmetCondition, ...]) -> str:
-        """The text of the error for an event that does not meet all conditions."""
-        return f"{self.citation}: " + "; ".join(map(str, unmet))
 
 
 def _why_only_pairs(event: Any) -> str:

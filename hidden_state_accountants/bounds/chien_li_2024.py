@@ -32,13 +32,7 @@ from hidden_state_accountants.curves.base import RdpCurve
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
-from hidden_state_accountants.process.conditions import (
-    Unmet,
-    UnmetCondition,
-    linear_modulus,
-    refusal_in_words,
-    unless,
-)
+from hidden_state_accountants.process.conditions import Unmet, linear_modulus, unless
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
     clips_act,
@@ -121,10 +115,6 @@ class ChienLi(PaperBound):
         return Proof(
             curve=curve, theorem=f"{self.citation.of(theorem)}, as published", caveat=caveat
         )
-
-    def refusal(self, event: LastIterateDpEvent, unmet: tuple[UnmetCondition, ...]) -> str:
-        """In the words of the paper."""
-        return refusal_in_words(f"{self.theorem_of(event)} ({self.citation.authors})", unmet)
 
 
 def _positions(event: LastIterateDpEvent) -> range:

@@ -137,22 +137,19 @@ def _unmet_curvature(event: LastIterateDpEvent, loss: LossGeometry) -> Unmet:
         *unless(
             bool(convexity[weak] > 0),
             "strong convexity",
-            "lambda > 0 at every step (weight_decay, or LossGeometry.strongly_convex), "
-            "or LastIterateAccountant",
+            "lambda > 0 at every step (weight_decay, or LossGeometry.strongly_convex)",
             f"{convexity[weak]:g} at step {weak + 1}",
         ),
         *unless(
             bool(eta[long] * beta[long] < 1),
             "step size",
-            f"learning_rate < 1/beta = {1 / float(beta[long] or math.inf):g} "
-            "(lower it, or use LastIterateAccountant)",
+            f"learning_rate < 1/beta = {1 / float(beta[long] or math.inf):g} (lower it)",
             f"{eta[long]:g} at step {long + 1}",
         ),
         *unless(
             loss.kind in _NEVER_BENT or lipschitz <= clip,
             "no clipping",
-            "loss.lipschitz <= clip_norm, so that clipping never acts (raise clip_norm, "
-            "or use LastIterateAccountant)",
+            "loss.lipschitz <= clip_norm, so that clipping never acts (raise clip_norm)",
             f"loss.lipschitz {loss.lipschitz} and clip_norm {clip:g}",
         ),
     ]

@@ -26,12 +26,7 @@ from hidden_state_accountants.bounds.paper import (
 from hidden_state_accountants.curves.base import RdpCurve
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
-from hidden_state_accountants.process.conditions import (
-    Unmet,
-    UnmetCondition,
-    linear_modulus,
-    refusal_in_words,
-)
+from hidden_state_accountants.process.conditions import Unmet, linear_modulus, unless
 from hidden_state_accountants.process.noisy_process import clips_act, noisy_process
 
 _UNSOUND = (
@@ -133,10 +128,6 @@ class KongRibero(PaperBound):
             caveat=_UNSOUND if theorem == "Theorem 2.2" and is_clipped else "",
         )
 
-    def refusal(self, event: LastIterateDpEvent, unmet: tuple[UnmetCondition, ...]) -> str:
-        """In the words of the paper."""
-        return refusal_in_words(f"Theorem 2.3 ({self.citation.authors})", unmet)
-
 
 def _curvatures(event: LastIterateDpEvent) -> tuple[float, float]:
     """(M, m) of assumption (A2)."""
@@ -149,13 +140,5 @@ def _curvatures(event: LastIterateDpEvent) -> tuple[float, float]:
 def _unmet_learning_rate(event: LastIterateDpEvent) -> Unmet:
     total = sum(_curvatures(event)) * (2 if clips_act(event)[0] else 1)
     learning_rate = float(event.per_step("learning_rate")[0])
-    if learning_rate * total <= 1:
-        return []
-    return [
-        UnmetCondition(
-            "learning rate",
-            f"learning_rate <= {1 / total:g}",
-            f"{learning_rate:g}",
-            "Lower it, or use LastIterateAccountant.",
-        )
-    ]
+    is_met, needed = learning_rate * total <= 1, f"learning_rate <= {1 / (total or 1):g}"
+    return unless(is_met, "learning rate", f"{needed} (lower it)", f"{learning_rate:g}")

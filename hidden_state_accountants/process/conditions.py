@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 import attrs
 from dp_accounting import NeighboringRelation
@@ -21,13 +21,11 @@ class UnmetCondition:
         condition: What it is called; the same in all bounds.
         required: What the theorem needs; a whole sentence says it all.
         actual: What the event has instead.
-        remedy: What to do about it, if there is more to say than to use another bound.
     """
 
     condition: str
     required: str
     actual: str
-    remedy: str = ""
 
     def __str__(self) -> str:
         if self.required.endswith("."):  # says it all
@@ -140,14 +138,3 @@ def last_iterate_alone(event: LastIterateDpEvent) -> Unmet:
     more = f"{len(event.release_steps)} more (release_steps)"
     needed = "the last iterate to be the only one released"
     return unless(not event.release_steps, "releases", needed, more)
-
-
-def refusal_in_words(source: str, unmet: Sequence[UnmetCondition]) -> str:
-    """The text of the error of a theorem whose conditions an event does not meet.
-
-    Args:
-        source: The theorem.
-        unmet: At least one condition.
-    """
-    needs = " ".join(f"{source} needs {u.required}, got {u.actual}." for u in unmet)
-    return f"{needs} {unmet[0].remedy or 'Use LastIterateAccountant.'}"

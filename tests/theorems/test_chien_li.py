@@ -6,14 +6,23 @@ import warnings
 import numpy as np
 import pytest
 from cases import seeds
-from chien_li import PUBLISHED, REPLACE_ONE, SOUND, per_alpha
-from runs import cyclic_run, full_run
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run, full_run, probe_run
 from scipy import optimize, special, stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.chien_li_2024 import (
-    sampled_gaussian_divergence,
-)
+from hidden_state_accountants.bounds import ChienLi
+from hidden_state_accountants.bounds.chien_li_2024 import sampled_gaussian_divergence
+
+REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
+SOUND, PUBLISHED = ChienLi(), ChienLi("published")
+ALPHA = 3.0
+
+
+def per_alpha(event, bound=PUBLISHED, relation=REPLACE_ONE):
+    """epsilon/alpha of an event."""
+    return float(bound.guarantee(event, relation).rdp([ALPHA])[0]) / ALPHA
 
 
 def figure_1(kind, steps=200, **changes):
@@ -315,3 +324,54 @@ def test_the_other_theorems_have_no_caveat(order):
         event = run(batch_order=order, weight_decay=0.0)
         hsa.ChienLiAccountant(analysis="published").compose(event)
         hsa.ChienLiAccountant().compose(event)
+
+
+# --- the run as it is -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "condition"),
+    [
+        ({"batch_order": "poisson"}, "batch order"),
+        ({"loss": None}, "loss geometry"),
+        ({"learning_rate": [0.1] * 23 + [0.2]}, "schedules"),
+        ({"noise_multiplier": [2.0] * 23 + [1.0]}, "schedules"),
+        ({"release_steps": [3]}, "releases"),
+        ({"dataset_size": 21}, "equal batches"),
+    ],
+)
+@pytest.mark.parametrize("bound", [SOUND, PUBLISHED])
+def test_refusals(bound, changes, condition):
+    event = cyclic_run(**{"weight_decay": 0.0} | changes)
+    assert condition in [u.condition for u in bound.check(event, REPLACE_ONE)]
+    with pytest.raises(hsa.UnsupportedRunError, match=rf"Chien & Li 2024, .*: {condition}: "):
+        bound.guarantee(event, REPLACE_ONE)
+
+
+def test_refusals_of_the_paper_alone():
+    unmet = PUBLISHED.check(full_run(), NeighboringRelation.ADD_OR_REMOVE_ONE)
+    assert [u.condition for u in unmet] == ["neighboring relation", "weight decay"]
+    assert SOUND.check(full_run(), NeighboringRelation.ADD_OR_REMOVE_ONE) == ()
+    with pytest.raises(ValueError, match="analysis"):
+        hsa.ChienLiAccountant(analysis="both")
+
+
+@pytest.mark.parametrize("order", ["full", "cyclic", "shuffled_once"])
+@pytest.mark.parametrize("loss", [hsa.LossGeometry.convex(1.0), hsa.LossGeometry.hoelder(1.0, 0.5)])
+def test_ends_of_the_range(order, loss):
+    run = full_run if order == "full" else cyclic_run
+    for bound in (SOUND, PUBLISHED):
+        silent = run(batch_order=order, loss=loss, noise_multiplier=0.0, weight_decay=0.0)
+        assert bound.guarantee(silent, REPLACE_ONE).epsilon(1e-5) == math.inf
+        still = run(batch_order=order, loss=loss, learning_rate=0.0, weight_decay=0.0)
+        assert bound.guarantee(still, REPLACE_ONE).epsilon(1e-5) == 0
+        one = run(batch_order=order, loss=loss, num_steps=1, weight_decay=0.0)
+        claimed = float(bound.guarantee(one, REPLACE_ONE).rdp([2.0])[0])
+        assert 0 < claimed <= (2 / 2.0) ** 2 * (1 + 1e-12)
+
+
+def test_reference_run():
+    """One linear probe: weight decay helps only the sound reading."""
+    assert SOUND.guarantee(probe_run(), REPLACE_SPECIAL).mu == pytest.approx(0.500411, abs=5e-6)
+    without = probe_run(weight_decay=0.0)
+    assert per_alpha(without, PUBLISHED, REPLACE_SPECIAL) == pytest.approx(24.9453125, rel=1e-9)
