@@ -79,7 +79,7 @@ class _Composed:
 
     @functools.cached_property
     def curve_of_groups(self) -> Curve:
-        return of_groups(self.curve, self.size)
+        return self.curve if self.size == 1 else of_groups(self.curve, self.size)
 
     def guarantee(self) -> Guarantee:
         guarantees = [guarantee for guarantee, _ in self.guarantees]

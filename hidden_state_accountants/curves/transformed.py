@@ -81,9 +81,7 @@ def loss_distribution(curve: Curve) -> privacy_loss_distribution.PrivacyLossDist
 
 
 def of_groups(curve: Curve, size: int) -> Curve:
-    """The curve of data sets that differ in up to `size` records, one after the other."""
-    if size == 1:
-        return curve
+    """The curve of data sets that differ in up to `size` > 1 records, one after the other."""
     if curve.mu is not None:  # Dong, Roth, Su 2022, arXiv 1905.02383 v3, Theorem 2.14
         return GaussianCurve(size * curve.mu)
     known = alternatives(curve)
