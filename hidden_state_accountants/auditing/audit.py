@@ -198,18 +198,16 @@ def audit(
     tested = {e: float(read.delta(e)) for e in finite}
     rows = []
     for index, attack in enumerate(chosen, start=1):
-        unmet = attack.check(event, read.relation)
-        if not unmet:
+        try:
+            if unmet := attack.check(event, read.relation):
+                raise UnsupportedRunError("; ".join(map(str, unmet)))
             tell(f"attack {index} of {len(chosen)}: {attack.name}")
-            try:
-                evidence = attack.evidence(event, read.relation, tell)
-                rows.append(_row(evidence, delta, tested))
-                least = text_down(rows[-1].epsilon)
-                tell(f"{attack.name}: epsilon is at least {least} at delta {delta:g}")
-                continue
-            except UnsupportedRunError as error:
-                unmet = (error,)
-        rows.append(AttackRow(attack.name, False, "", "; ".join(map(str, unmet))))
+            rows.append(_row(attack.evidence(event, read.relation, tell), delta, tested))
+        except UnsupportedRunError as error:
+            rows.append(AttackRow(attack.name, False, "", str(error)))
+        else:
+            least = text_down(rows[-1].epsilon)
+            tell(f"{attack.name}: epsilon is at least {least} at delta {delta:g}")
     return AuditReport(read.name, read.relation.name, delta, claimed, tuple(rows))
 
 
