@@ -56,7 +56,8 @@ def calibrate_noise(
 ) -> float:
     """The smallest noise multiplier that meets (target_epsilon, delta).
 
-    The search comes from much noise, by steps along the Gaussian curve of the last figure.
+    The search comes from much noise, by steps along the Gaussian curve of the last figure; beside
+    something that the noise does not reach it closes in from both sides.
 
     Formal guarantees: the accountant was asked for the run with the returned noise and its epsilon
     is at most `target_epsilon`. If epsilon falls with the noise, as it does for every accountant
@@ -94,11 +95,12 @@ def calibrate_noise(
     validate.real("tolerance", tolerance, minimum=1e-12, maximum=0.5)
     meets = _MUCH_NOISE
     if not target.meets(meets):
-        meets *= 1.05 * math.exp(min(target.log_mu(meets), 3 * _FAR))  # met if it is Gaussian
-        if not target.meets(meets):
+        crossing = 1.05 * meets * math.exp(min(target.log_mu(meets), 3 * _FAR))  # if Gaussian
+        if not target.meets(crossing):
             if not target.meets(_SO_MUCH_NOISE):
                 raise ValueError(_unreachable(target, _SO_MUCH_NOISE))
-            return target.close_in(_SO_MUCH_NOISE, meets, tolerance)
+            return target.close_in(_SO_MUCH_NOISE, crossing, tolerance)
+        meets = crossing
     while target.meets(misses := _less_noise(target, meets) * (1 - tolerance / 3)):
         meets = misses
         if meets < _SO_LITTLE_NOISE:

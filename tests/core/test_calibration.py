@@ -128,6 +128,18 @@ def test_other_kinds_of_runs_have_noise_of_another_name():
     assert hsa.calibrate_noise(2.0, 1e-5, tiny) == pytest.approx(1e-18 * noise, rel=1e-5)
 
 
+@pytest.mark.parametrize("spent", [5.0, 4.15, 1e3])
+def test_beside_what_the_noise_does_not_reach(spent):
+    def make(noise):
+        parts = [dp_accounting.GaussianDpEvent(spent), full_run(noise_multiplier=noise)]
+        return dp_accounting.ComposedDpEvent(parts)
+
+    counter = Counter()
+    noise = hsa.calibrate_noise(1.0, 1e-5, make, make_accountant=counter)
+    assert 1 - 1e-5 < epsilon(make(noise)) <= 1
+    assert counter.count <= 20
+
+
 def test_no_noise_is_needed():
     assert hsa.calibrate_noise(1.0, 1e-5, full_run(learning_rate=0.0)) == 0.0
 
