@@ -123,8 +123,7 @@ def _positions(event: LastIterateDpEvent) -> range:
         return range(event.batches_per_epoch)
     position = event.record_position
     if position is None:
-        in_order = event.batch_order is BatchOrder.CYCLIC
-        position = (event.num_steps - 1) % event.batches_per_epoch if in_order else 0
+        position = (event.num_steps - 1) % event.batches_per_epoch
     return range(position, position + 1)
 
 
@@ -133,8 +132,9 @@ def _positions(event: LastIterateDpEvent) -> range:
 
 def _published_values(event: LastIterateDpEvent, process: NoisyProcess) -> tuple[np.ndarray, bool]:
     """2 D_alpha/alpha per equally likely position; whether 3.7 tracks less than 3.1 does."""
-    loss, (s, drift, diameter) = event.loss, in_units_of_noise(process)
+    loss, lengths = event.loss, in_units_of_noise(process)
     assert loss is not None
+    s = lengths[0]
     if s in (0.0, math.inf):  # nothing to hide, or no noise
         return np.array([s]), False
     eta, exponent = float(event.per_step("learning_rate")[0]), loss.exponent
@@ -143,9 +143,7 @@ def _published_values(event: LastIterateDpEvent, process: NoisyProcess) -> tuple
     is_linear = event.batch_order is BatchOrder.FULL and exponent == 1
     if is_linear:
         own = stretch = published_lipschitz(loss, eta, bool(clips_act(event)[0])) - 1
-    distance = tracked_distance(
-        event.num_steps, (s, drift, diameter), own, stretch, exponent, process.period
-    )
+    distance = tracked_distance(event.num_steps, lengths, own, stretch, exponent, process.period)
     values = []
     for position in _positions(event):
         steps = max(event.num_steps - position, 0)
@@ -159,7 +157,7 @@ def _published_values(event: LastIterateDpEvent, process: NoisyProcess) -> tuple
             sensitivity=np.where(np.arange(steps) % process.period == 0, s, 0.0),
             noise_std=np.ones(steps),
             exponent=exponent,
-            diameter=diameter,
+            diameter=lengths[2],
             own_at_once=True,
         )
         values.append(least_mu(problem, distance[: steps + 1]) ** 2 if steps else 0.0)
@@ -323,6 +321,30 @@ def sampled_gaussian_divergence(
 
 
 def _theorem_3_12(event: LastIterateDpEvent, process: NoisyProcess) -> RdpCurve:
+    """With T - tau steps after the start, and the least sum of a_t^2 that absorbs D_tau in them."""
+    loss, lengths, steps = event.loss, in_units_of_noise(process), event.num_steps
+    assert loss is not None
+    if lengths[0] in (0.0, math.inf):  # nothing to hide, or no noise
+        return RdpCurve(functools.partial(np.multiply, lengths[0]))
+    stretch = float(event.per_step("learning_rate")[0]) * _gradient_lipschitz(loss)
+    own = stretch * (event.batch_size - 1) / event.batch_size
+    distance = tracked_distance(steps, lengths, own, stretch, 1.0, 1)
+    with np.errstate(under="ignore"):
+        weights = np.cumsum((1 + stretch) ** (-2.0 * np.arange(1, steps + 1)))
+    after = np.unique(np.geomspace(1, steps, _WINDOWS).astype(int))
+    costs = distance[steps - after] ** 2 / weights[after - 1]
+    noise = 1 / lengths[0], event.sampling_probability
+    return RdpCurve(functools.partial(_sum_of_theorem_3_12, steps, after, costs, *noise))
+
+
+def _sum_of_theorem_3_12(
+    num_steps: int,
+    after: np.ndarray,
+    costs: np.ndarray,
+    noise: float,
+    sampling_rate: float,
+    orders: np.ndarray,
+) -> np.ndarray:
     r"""epsilon(alpha) with one beta for all steps after tau: a feasible point per order.
 
     .. math:: \varepsilon(\alpha) = \min \sum_{t > \tau} S_\alpha(q, \beta_t \sigma/s)
@@ -330,29 +352,10 @@ def _theorem_3_12(event: LastIterateDpEvent, process: NoisyProcess) -> RdpCurve:
 
     The divergence of the other direction is larger, so that :math:`S_\alpha` alone under-reports.
     """
-    loss, (s, drift, diameter), steps = event.loss, in_units_of_noise(process), event.num_steps
-    assert loss is not None
-    if s in (0.0, math.inf):  # nothing to hide, or no noise
-        return RdpCurve(functools.partial(np.multiply, s))
-    stretch = float(event.per_step("learning_rate")[0]) * _gradient_lipschitz(loss)
-    own = stretch * (event.batch_size - 1) / event.batch_size
-    distance = tracked_distance(steps, (s, drift, diameter), own, stretch, 1.0, 1)
-    with np.errstate(under="ignore"):
-        weights = np.cumsum((1 + stretch) ** (-2.0 * np.arange(1, steps + 1)))
-    lengths = np.unique(np.geomspace(1, steps, _WINDOWS).astype(int))  # T - tau
-    # The least sum of a_t^2 that absorbs D_tau, for each of them.
-    costs = distance[steps - lengths] ** 2 / weights[lengths - 1]
-
-    def epsilons(orders: np.ndarray) -> np.ndarray:
-        def step(beta: float) -> np.ndarray:
-            return sampled_gaussian_divergence(orders, event.sampling_probability, beta / s)
-
-        best = steps * step(1.0)  # tau = 0
-        for beta in _SPLITS:
-            # Chien & Li 2024, Theorem 3.12, arXiv 2410.01068 (beta * sigma, as printed)
-            own = step(beta)[..., None] * lengths
-            total = own + orders[..., None] * costs / (2 * (1 - beta))
-            best = np.minimum(best, total.min(axis=-1))
-        return best
-
-    return RdpCurve(epsilons)
+    best = num_steps * sampled_gaussian_divergence(orders, sampling_rate, noise)  # tau = 0
+    for beta in _SPLITS:
+        # Chien & Li 2024, Theorem 3.12, arXiv 2410.01068 (beta * sigma, as printed)
+        step = sampled_gaussian_divergence(orders, sampling_rate, beta * noise)
+        total = step[..., None] * after + orders[..., None] * costs / (2 * (1 - beta))
+        best = np.minimum(best, total.min(axis=-1))
+    return best

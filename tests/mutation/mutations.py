@@ -404,6 +404,30 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "rest = 2 * (process.period - half)",
                 "rest = 2 * (process.period + half)",
             ),
+            "baseline_of_a_modulus_that_rounds_to_one_costs_nothing": (
+                "return -np.expm1(exponents * math.log1p(-less))",
+                "return -np.expm1(exponents * math.log(1 - less))",
+            ),
+        },
+    },
+    "bounds/chien_li_2024.py": {
+        "theorems/test_chien_li.py": {
+            "published_steps_without_the_record_hide_nothing": (
+                "others = np.maximum(every[k - 1] - first**2 * squares[count], 0.0)",
+                "others = 0.0 * every[k - 1]",
+            ),
+            "published_secret_order_is_its_first_position": (
+                "return range(event.batches_per_epoch)",
+                "return range(1)",
+            ),
+        },
+    },
+    "bounds/paper.py": {
+        "theorems/test_paper.py": {
+            "paper_is_read_without_the_conditions_of_its_proof": (
+                "return list(_proved_by(event).check(event, relation))",
+                "return []",
+            ),
         },
     },
     "bounds/composition.py": {
