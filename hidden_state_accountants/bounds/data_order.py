@@ -51,7 +51,6 @@ _CITATION = Citation(
 )
 
 _MANY_STEPS = 100_000
-_FEW = 4  # mixtures that are composed in a second
 
 
 @attrs.frozen
@@ -91,12 +90,14 @@ class Reshuffled(HiddenStateBound):
     Formal guarantees:
       - Relation: REPLACE_ONE and REPLACE_SPECIAL.
       - Released: the last iterate and those after `release_steps`.
-      - The smallest, at every delta, of three bounds. (i) Shifts that are used up by the end of
-        each epoch: the epochs' mixtures compose. (ii) For constant parameters, c <= 1 and no
-        releases: the record is in the last batch of every epoch but the last, and in a uniform
-        position there; a participation that is moved to a later step never costs less. (iii) For
-        all parameters, and releases at the ends of epochs: distances that no order exceeds are
-        carried over the ends of the epochs, whose costs add up, position by position.
+      - Distances that no order exceeds are carried over the ends of the epochs, whose costs add up,
+        position by position.
+      - Where that cannot be (one epoch, releases within an epoch, more than 100,000 equal steps) or
+        may be the larger figure (in a domain, with steps that expand): shifts that are used up by
+        the end of each epoch, whose mixtures compose; and for equal steps with c <= 1 and no
+        releases, a record in the last batch of every epoch but the last, and in a uniform position
+        there, as a participation that is moved to a later step never costs less. The smallest
+        figure counts at every delta.
       - Assumptions: Theorem A's, and that neither the orders nor their seed are ever published.
     """
 
@@ -111,14 +112,15 @@ class Reshuffled(HiddenStateBound):
         return unmet_conditions(event, relation, self.orders)
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
-        """The smallest of the bounds that apply; (i), with nothing carried, where it is quick."""
+        """The smallest of the bounds that are asked."""
         process = noisy_process(event, relation)
         carried = _carried(process)
         curves = [] if carried is None else [carried]
-        if carried is None or _is_quick(process) or process.domain_diameter < math.inf:
+        expands = bool((process.contraction > 1).any())
+        if carried is None or expands or process.domain_diameter < math.inf:
             curves.append(_epoch_by_epoch(process))
-        if process.is_constant and not process.release_steps and process.contraction[0] <= 1:
-            curves.append(_late_participations(process))
+            if process.is_constant and not process.release_steps and not expands:
+                curves.append(_late_participations(process))
         return Proof(
             curve=best_curve(curves),
             theorem=self.citation.of("Theorem A averaged over the secret order of each epoch"),
@@ -135,8 +137,10 @@ def _mean_over_positions(mu_squared: np.ndarray, period: int) -> GaussianMixture
 def _carried(process: NoisyProcess) -> Curve | None:
     """Distances that are carried over the ends of epochs.
 
-    None if releases divide an epoch, or no noise hides a position.
+    None if there is one epoch, releases divide one, or no noise hides a position.
     """
+    if process.num_steps <= process.period:
+        return None
     if any(step % process.period for step in process.release_steps):
         return None
     if process.is_constant and process.num_steps > _MANY_STEPS:
@@ -146,14 +150,6 @@ def _carried(process: NoisyProcess) -> Curve | None:
         return None
     carries = best_carries(epochs)
     return carried_curve(epochs, carries) if np.isfinite(epochs.costs(carries)).all() else None
-
-
-def _is_quick(process: NoisyProcess) -> bool:
-    """Whether few epochs differ, so that there are few mixtures to compose."""
-    whole = process.num_steps // process.period * process.period
-    parts = (process.contraction, process.sensitivity, process.noise_std)
-    rows = np.hstack([part[:whole].reshape(-1, process.period) for part in parts])
-    return process.is_constant or len(np.unique(rows, axis=0)) <= _FEW
 
 
 def _epoch_by_epoch(process: NoisyProcess) -> Curve:

@@ -447,8 +447,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "bounds/data_order.py": {
         "theorems/test_data_order.py::TestReshuffled": {
             "late_participations_of_expanding_runs": (
-                "process.contraction[0] <= 1:",
-                "process.contraction[0] >= 0:",
+                "and not process.release_steps and not expands:",
+                "and not process.release_steps:",
             ),
             "late_participations_of_schedules": (
                 "if process.is_constant and not process.release_steps and",
@@ -592,6 +592,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             "what_is_carried_over_the_end_of_an_epoch_is_forgotten": (
                 "carried = (carries[:-1] * self.whole)[:, None]",
                 "carried = (0 * carries[:-1] * self.whole)[:, None]",
+            ),
+            "weights_of_late_steps_are_differences": (
+                "np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]",
+                "(total - before)",
             ),
             "record_is_hidden_before_it_comes": (
                 "shifted * self.before <= carried * self.total",

@@ -13,6 +13,7 @@ from shift_programs import least_squares_mu_squared
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Reshuffled
+from hidden_state_accountants.bounds.shifted_interpolation import segment_mu_squared
 from hidden_state_accountants.bounds.solvers.carries import (
     EpochCosts,
     best_carries,
@@ -104,6 +105,21 @@ def test_the_search_ends_at_the_minimum(seed):
             moved[1:-1] = np.maximum(carries[1:-1] + size * rng.normal(size=len(carries) - 2), 0)
             assert epochs.objective(moved, weight) >= least * (1 - 1e-6)
     assert least < 0.99 * epochs.objective(0 * carries, weight)  # there is something to carry
+
+
+@pytest.mark.parametrize(("period", "contraction"), [(60, 1.3), (120, 1.2), (150, 1.3)])
+def test_an_epoch_that_expands_costs_what_theorem_a_says(period, contraction):
+    """Between its steps lie up to 34 digits: no weight may be the difference of two others."""
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=3.0, learning_rate=contraction - 1, clip_norm=1.0, batch_size=10,
+        dataset_size=10 * period, num_steps=2 * period, batch_order="reshuffled",
+        loss=hsa.LossGeometry.smooth(smoothness=1.0, lipschitz=1.0), release_steps=[period],
+    )  # fmt: skip
+    process = noisy_process(event, SPECIAL)
+    epochs = EpochCosts.of(process)
+    found = epochs.costs(np.zeros(3))[0] * epochs.scale
+    expected = segment_mu_squared(process, 0, period, range(period))
+    np.testing.assert_allclose(found, expected, rtol=1e-11)
 
 
 @pytest.mark.parametrize("steps", [12, 10])

@@ -78,7 +78,8 @@ class EpochCosts:
         with np.errstate(over="ignore", invalid="ignore"):
             later = np.ones_like(contraction)
             later[:, :-1] = np.cumprod(contraction[:, :0:-1], axis=1)[:, ::-1]
-            sums = np.cumsum((later * noise) ** 2, axis=1)
+            weights = (later * noise) ** 2
+            sums = np.cumsum(weights, axis=1)
             mass = np.where(sensitivity > 0, np.maximum(sensitivity * later, _TINY), 0.0)
         before = np.zeros_like(sums)
         before[:, 1:] = np.where(sums[:, :-1] < _TINY, 0.0, sums[:, :-1])
@@ -92,7 +93,7 @@ class EpochCosts:
         total = sums[:, -1:]
         with np.errstate(divide="ignore"):
             weight_before = np.where(before > 0, 1 / before, 0.0)
-            weight_after = 1 / (total - before)
+            weight_after = 1 / np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
         return cls(whole, mass, before, total, weight_before, weight_after, released, scale)
 
     def costs(self, carries: np.ndarray) -> np.ndarray:
@@ -181,7 +182,9 @@ class _Parts(NamedTuple):
 def best_carries(epochs: EpochCosts) -> np.ndarray:
     """Carries with a small cost, shape (epochs + 1,); 0 where an iterate is released."""
     free = np.append(False, ~epochs.is_released)
-    carries = np.where(free, np.append(0.0, epochs.mass.max(axis=1)), 0.0)
+    everything = np.where(free, np.append(0.0, epochs.mass.max(axis=1)), 0.0)
+    # What is carried into an epoch that expands costs more than what is not.
+    carries = min((everything, 0 * everything), key=lambda c: float(epochs.costs(c).sum()))
     for _ in range(_ROUNDS):
         cost = float(epochs.costs(carries).mean(axis=1).sum())
         if not 0 < cost < np.inf:
