@@ -52,18 +52,8 @@ def published_rates(
         \end{cases} \qquad
         \frac{1}{c} \leftarrow L_T^2 \Big(\frac{L_F^2}{c} + 2\eta\,o(k, j)\Big)
 
-    The closed form (9) has index slips (docs/theory/block_coordinate.md) and is not used.
-
-    Args:
-        step_size: eta.
-        noise_variances: o, shape (epochs, batches).
-        gradient_sensitivity: S_g.
-        batch_size: b.
-        update_lipschitz: L_F.
-        prox_lipschitz: L_T.
-
-    Returns:
-        Shape (batches,).
+    The closed form (9) has index slips (docs/theory/block_coordinate.md) and is not used. The
+    noise variances have shape (epochs, batches), the result (batches,).
 
     Source: Chen & Liu 2025 (arXiv 2407.08233), Corollary 4.5 and Lemma C.3.
     """

@@ -77,9 +77,7 @@ class ChienLi(PaperBound):
     is_linear = False
     paper = Citation("Chien & Li 2024", "Theorems 3.1, 3.7, A.1", "2410.01068")
 
-    def conditions_of_paper(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> Unmet:
+    def paper_conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """A constant run, and for a Hölder gradient one that is short enough to optimise over."""
         orders = (*self.orders, *(() if self.sound else (BatchOrder.WITHOUT_REPLACEMENT,)))
         unmet = unmet_for_constant_run(event, relation, orders, published=not self.sound)
@@ -142,13 +140,13 @@ def _published_values(event: LastIterateDpEvent, process: NoisyProcess) -> tuple
     own = stretch * (event.batch_size - 1) / event.batch_size
     is_linear = event.batch_order is BatchOrder.FULL and exponent == 1
     if is_linear:
-        own = stretch = published_lipschitz(loss, eta, bool(clips_act(event)[0])) - 1
-    distance = tracked_distance(event.num_steps, lengths, own, stretch, exponent, process.period)
+        own = stretch = _published_lipschitz(loss, eta, bool(clips_act(event)[0])) - 1
+    distance = _tracked_distance(event.num_steps, lengths, own, stretch, exponent, process.period)
     values = []
     for position in _positions(event):
         steps = max(event.num_steps - position, 0)
         if exponent == 1:
-            values.append(least_value(1 + stretch, s, distance[: steps + 1], process.period))
+            values.append(_least_value(1 + stretch, s, distance[: steps + 1], process.period))
             continue
         problem = ShiftProblem(
             decay=np.ones(steps),
@@ -169,7 +167,7 @@ def _gradient_lipschitz(loss: LossGeometry) -> float:
     return max(loss.smoothness, loss.weak_convexity)
 
 
-def published_lipschitz(loss: LossGeometry, learning_rate: float, clip_is_active: bool) -> float:
+def _published_lipschitz(loss: LossGeometry, learning_rate: float, clip_is_active: bool) -> float:
     """Lemma 3.4: 1 + eta L; 1 for convex and 1 - eta m for strongly convex losses, if unclipped."""
     stretch, kind = learning_rate * _gradient_lipschitz(loss), loss.kind
     not_convex = (LossKind.WEAKLY_CONVEX, LossKind.SMOOTH, LossKind.HOELDER)
@@ -181,7 +179,7 @@ def published_lipschitz(loss: LossGeometry, learning_rate: float, clip_is_active
     return 1.0
 
 
-def tracked_distance(
+def _tracked_distance(
     num_steps: int,
     lengths: tuple[float, float, float],
     with_record: float,
@@ -193,16 +191,9 @@ def tracked_distance(
 
     .. math:: D_t = \min(D_{t-1} + \ell_t D_{t-1}^\lambda + s_t,\; D_{t-1} + 2\eta K,\; R)
 
-    For lambda = 1 and an update that does not expand this is min(s sum_{t<tau} c^t, R), the
-    distance of Theorem 3.1; for one that expands it is that of Theorem 3.7, which is no larger.
-
-    Args:
-        num_steps: T.
-        lengths: s, 2 eta K and R.
-        with_record: l where the batch holds the record.
-        without_record: l elsewhere.
-        exponent: lambda.
-        period: Steps from one participation to the next.
+    with l_t by whether the batch holds the record. For lambda = 1 and an update that does not
+    expand this is min(s sum_{t<tau} c^t, R), the distance of Theorem 3.1; for one that expands it
+    is that of Theorem 3.7, which is no larger.
     """
     sensitivity, drift, diameter = lengths
     result, z = [0.0], 0.0
@@ -215,18 +206,15 @@ def tracked_distance(
     return np.array(result)
 
 
-def least_value(contraction: float, sensitivity: float, distance: np.ndarray, period: int) -> float:
+def _least_value(
+    contraction: float, sensitivity: float, distance: np.ndarray, period: int
+) -> float:
     r"""2 D_alpha/alpha: the minimum of Theorem 3.1 (period 1) or A.1 over tau and beta.
 
     With :math:`w_t = c^{-(t-\tau)}` a quadratic program under :math:`\sum_t w_t a_t \ge D_\tau`,
     solved by water-filling: :math:`s_t + a_t = \max(s_t, \xi w_t)`. Newton's method finds xi from
     above, for many tau at once: the participations that are raised are those of largest weights.
-
-    Args:
-        contraction: c >= 0; at least 1 unless period is 1.
-        sensitivity: s, finite and positive.
-        distance: D_0..D_T, finite.
-        period: The record is in the first step of so many, and in every period-th one after it.
+    c >= 1 unless every step holds the record (period 1); s and D_0..D_T are finite, s > 0.
     """
     num_steps = len(distance) - 1
     total = -(-num_steps // period)
@@ -328,7 +316,7 @@ def _theorem_3_12(event: LastIterateDpEvent, process: NoisyProcess) -> RdpCurve:
         return RdpCurve(functools.partial(np.multiply, lengths[0]))
     stretch = float(event.per_step("learning_rate")[0]) * _gradient_lipschitz(loss)
     own = stretch * (event.batch_size - 1) / event.batch_size
-    distance = tracked_distance(steps, lengths, own, stretch, 1.0, 1)
+    distance = _tracked_distance(steps, lengths, own, stretch, 1.0, 1)
     with np.errstate(under="ignore"):
         weights = np.cumsum((1 + stretch) ** (-2.0 * np.arange(1, steps + 1)))
     after = np.unique(np.geomspace(1, steps, _WINDOWS).astype(int))

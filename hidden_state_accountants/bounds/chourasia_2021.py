@@ -36,18 +36,10 @@ from hidden_state_accountants.process.noisy_process import noisy_process, unmet_
 _NEVER_BENT = (LossKind.LINEAR, LossKind.GENERALIZED_LINEAR)  # a clip leaves them in their class
 
 
-def corollary_1(
+def _corollary_1(
     sensitivity: float, variance: float, learning_rate: float, convexity: float, num_steps: int
 ) -> float:
-    """D_alpha/alpha as printed, with S_g = n s/eta and sigma^2 = v/(2 eta).
-
-    Args:
-        sensitivity: s >= 0, how far one record moves a step.
-        variance: v >= 0 of the noise of a step.
-        learning_rate: eta >= 0.
-        convexity: lambda > 0, with weight decay.
-        num_steps: K.
-    """
+    """D_alpha/alpha as printed, with S_g = n s/eta and sigma^2 = v/(2 eta); lambda > 0."""
     if sensitivity == 0 or learning_rate == 0:
         return 0.0
     if variance == 0:
@@ -79,9 +71,7 @@ class Langevin(PaperBound):
     paper = Citation("Chourasia, Ye, Shokri 2021", "Lemmas 2 and 3", "2102.05855")
     published_theorem = "Corollary 1"
 
-    def conditions_of_paper(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> Unmet:
+    def paper_conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """Full batches of a strongly convex loss that is never clipped, and small steps."""
         unmet = list(unmet_conditions(event, relation, self.orders))
         if event.loss is not None:
@@ -93,7 +83,7 @@ class Langevin(PaperBound):
     def published(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """A Rényi guarantee that is linear in the order."""
         process = noisy_process(event, relation)
-        rate = corollary_1(
+        rate = _corollary_1(
             float(process.sensitivity[0]),
             float(process.noise_std[0]) ** 2,
             float(event.per_step("learning_rate")[0]),

@@ -97,9 +97,7 @@ class KongRibero(PaperBound):
     key = "kong_ribero"
     paper = Citation("Kong & Ribero 2025", "Theorems 2.2 and 2.3", "2407.05237")
 
-    def conditions_of_paper(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> Unmet:
+    def paper_conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """A constant run of a loss with a linear modulus, and a small learning rate."""
         unmet = [
             *unmet_for_constant_run(event, relation, self.orders, published=not self.sound),

@@ -34,9 +34,7 @@ class PaperBound(HiddenStateBound):
     dominated_by = ("shifted_interpolation", "shuffled_once", "hoelder")
 
     @abc.abstractmethod
-    def conditions_of_paper(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation
-    ) -> Unmet:
+    def paper_conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """The conditions of the paper that the event does not meet."""
 
     @abc.abstractmethod
@@ -49,7 +47,7 @@ class PaperBound(HiddenStateBound):
 
     def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
         """Those of the paper, and then those of the bound that proves it."""
-        unmet = self.conditions_of_paper(event, relation)
+        unmet = self.paper_conditions(event, relation)
         if unmet or not self.sound:
             return unmet
         return list(_proved_by(event).check(event, relation))
