@@ -202,7 +202,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             return attrs.evolve(composed, guarantees=(*composed.guarantees, (guarantee, count)))
         try:
             curve = standard_curve(leaf, count, self.neighboring_relation)
-            rest = compose_curves([(composed.rest, 1), (curve, 1)])
+            rest = compose_curves([(composed.rest, 1), (curve, count)])
         except (TypeError, ValueError) as error:
             raise UnsupportedRunError(str(error)) from None
         return attrs.evolve(composed, rest=rest)

@@ -154,7 +154,7 @@ def step_curve(event: LastIterateDpEvent, relation: NeighboringRelation, mu: flo
         return sampled_curve(pair, mu, rate)
     sampled = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(1 / mu))
     # Zeroing a record of a Poisson sample is removing it.
-    return EventCurve(sampled, 1, NeighboringRelation.ADD_OR_REMOVE_ONE)
+    return EventCurve(sampled, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 
 def step_profile(

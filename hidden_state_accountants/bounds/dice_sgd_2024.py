@@ -257,9 +257,9 @@ def _split(event: DiceSgdDpEvent, effect: Effect, budget: float) -> Curve:
             event.sampling_probability,
             dp_accounting.GaussianDpEvent(math.sqrt(share) * event.noise_std / effect.step),
         )
-        part = EventCurve(step, event.num_steps, NeighboringRelation.ADD_OR_REMOVE_ONE)
+        part = EventCurve(step, NeighboringRelation.ADD_OR_REMOVE_ONE)
         mu = math.sqrt(budget / (1 - share)) / event.noise_std if budget else 0.0
-        return compose_curves([(part, 1), (GaussianCurve(mu), 1)])
+        return compose_curves([(part, event.num_steps), (GaussianCurve(mu), 1)])
 
     return min(map(curve, _SHARES), key=_quick_epsilon) if budget else curve(1.0)
 
@@ -280,7 +280,7 @@ def _plain_without_replacement(event: DiceSgdDpEvent, relation: NeighboringRelat
         event.batch_size,
         dp_accounting.GaussianDpEvent(event.noise_std / (2 * largest)),
     )
-    return EventCurve(step, event.num_steps, _REPLACE_ONE)
+    return compose_curves([(EventCurve(step, _REPLACE_ONE), event.num_steps)])
 
 
 # --- as printed: not sound --------------------------------------------------------------------

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import attrs
 import dp_accounting
@@ -34,7 +34,6 @@ MOST = 30
 
 Mixtures = Sequence[tuple[GaussianMixtureCurve, int]]
 """(mixture, count) pairs."""
-_SomeCurve = TypeVar("_SomeCurve", bound=ComposableCurve)
 
 
 def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
@@ -82,25 +81,19 @@ def _choice(
 def _composed(curves: Sequence[tuple[ComposableCurve, int]]) -> ComposableCurve:
     """As `compose_curves`, of one curve for each mechanism."""
     mu_squared = 0.0
-    events: list[EventCurve] = []
-    others: list[tuple[ComposableCurve, int]] = []
-    mixtures: list[tuple[GaussianMixtureCurve, int]] = []
+    counts: dict[ComposableCurve, int] = {}  # every curve once, with all of its runs
     for curve, count in _inside(curves):
-        if isinstance(curve, EventCurve):
-            events.append(attrs.evolve(curve, count=count * curve.count))
-        elif curve.mu is not None:
+        if curve.mu is not None:
             mu_squared += count * curve.mu**2
-        elif isinstance(curve, GaussianMixtureCurve):
-            mixtures.append((curve, count))
         else:
-            others.append((curve, count))
+            counts[curve] = counts.get(curve, 0) + count
     gaussian = GaussianCurve(math.sqrt(mu_squared))
     if gaussian.mu == math.inf:
         return gaussian
-    events = _same_events(events)
-    losses_compose(events)
-    parts = [*_together(others), *fewer_mixtures(_together(mixtures))]
-    parts += [(event, 1) for event in events]
+    losses_compose(counts.items())
+    mixtures = [(c, count) for c, count in counts.items() if isinstance(c, GaussianMixtureCurve)]
+    parts = [part for part in counts.items() if not isinstance(part[0], GaussianMixtureCurve)]
+    parts += fewer_mixtures(mixtures)
     parts += [(gaussian, 1)] if mu_squared or not parts else []
     return parts[0][0] if parts[0][1] == len(parts) == 1 else ComposedCurve(tuple(parts))
 
@@ -116,32 +109,17 @@ def _inside(
             yield curve, count
 
 
-def _together(parts: Iterable[tuple[_SomeCurve, int]]) -> list[tuple[_SomeCurve, int]]:
-    """Every curve once, with all of its runs; curves are the same if they are one object."""
-    counts: dict[int, tuple[_SomeCurve, int]] = {}
-    for curve, count in parts:
-        counts[id(curve)] = curve, counts.get(id(curve), (curve, 0))[1] + count
-    return list(counts.values())
-
-
-def _same_events(events: Iterable[EventCurve]) -> list[EventCurve]:
-    """Equal events once, with all of their runs; one that cannot be hashed stays as it is."""
-    found: dict[Hashable, EventCurve] = {}
-    for part in events:
-        key: Hashable = part.event, part.relation
-        try:
-            hash(key)
-        except TypeError:  # a composition has a list of events
-            key = id(part)
-        count = found[key].count if key in found else 0
-        found[key] = attrs.evolve(part, count=count + part.count)
-    return list(found.values())
-
-
 @functools.lru_cache(maxsize=8)  # a run that goes on repeats its steps; a loss can take 40 MB
-def _losses(curve: Any) -> Losses | None:
+def _losses_once(curve: Any) -> Losses | None:
     losses: Losses | None = curve.privacy_losses()
     return losses
+
+
+def _losses(curve: Any, count: int) -> Losses | None:
+    if isinstance(curve, EventCurve) and curve.profile is None:
+        return curve.stock_losses(count)
+    once = _losses_once(curve)
+    return None if once is None else tuple((loss, count * times) for loss, times in once)
 
 
 @attrs.frozen(slots=False, eq=False)
@@ -163,15 +141,14 @@ class ComposedCurve(LossCurve):
         return ORDERS if known_in_closed_form else STOCK_ORDERS
 
     def privacy_losses(self) -> Losses | None:
-        if not losses_compose([c for c, _ in self.parts if isinstance(c, EventCurve)]):
+        if not losses_compose(self.parts):
             return None
         composed: list[tuple[PrivacyLoss, int]] = []
         for curve, count in self.parts:
-            part: Any = curve
-            losses = _losses(part)
+            losses = _losses(curve, count)
             if losses is None:
                 return None
-            composed += [(loss, count * times) for loss, times in losses]
+            composed += losses
         return tuple(composed)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
@@ -185,7 +162,7 @@ class ComposedCurve(LossCurve):
             if event is None:
                 return None
             events.append(event if count == 1 else dp_accounting.SelfComposedDpEvent(event, count))
-        return dp_accounting.ComposedDpEvent(events)
+        return dp_accounting.ComposedDpEvent(events) if len(events) > 1 else events[0]
 
 
 def fewer_mixtures(parts: Mixtures) -> list[tuple[GaussianMixtureCurve, int]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import attrs
 import dp_accounting
@@ -20,26 +21,38 @@ from hidden_state_accountants.curves.by_profile import (
     sampled_curve,
     zeroed_without_replacement,
 )
-from hidden_state_accountants.curves.losses import Losses, PrivacyLoss, losses_of, stock_loss
+from hidden_state_accountants.curves.losses import Losses, losses_of, stock_loss
 
 _ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 
 
-@attrs.frozen(eq=False, slots=False)
+def _hashable(event: dp_accounting.DpEvent) -> Any:
+    """The event; its id if it cannot be hashed: a composition has a list of events."""
+    try:
+        hash(event)
+    except TypeError:
+        return id(event)
+    return event
+
+
+@attrs.frozen(slots=False)
 class EventCurve(LossCurve):
     """A standard event: by privacy losses, or by RDP where none is known.
 
     Attributes:
         event: Its divergences are known, or its loss is.
-        count: How often it runs.
         relation: Of the accountant that reads it.
     """
 
-    event: dp_accounting.DpEvent
-    count: int
+    event: dp_accounting.DpEvent = attrs.field(eq=_hashable)
     relation: NeighboringRelation
+
+    @functools.cached_property
+    def profile(self) -> profiles.Profile | None:
+        """Its privacy profile, if it is known."""
+        return event_profile(self.event, self.relation)
 
     @property
     def rdp_is_known(self) -> bool:
@@ -49,30 +62,31 @@ class EventCurve(LossCurve):
         return bool(rdp.RdpAccountant([2.0], self.relation).supports(self.event))
 
     def privacy_losses(self) -> Losses | None:
-        if not losses_compose([self]):
+        if not losses_compose([(self, 1)]):
             return None
-        return event_losses(self.event, self.count, self.relation)
+        return self.stock_losses(1) if self.profile is None else losses_of(self.profile)
+
+    def stock_losses(self, count: int) -> Losses:
+        """By PLDAccountant, whose error is added, of `count` runs."""
+        stock = _PldAccountant(self.relation).compose(self.event, count).privacy_loss
+        return ((stock_loss(stock, stock_pld_error(count)), 1),)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
         pair = _sampled_pair(self.event, self.relation)
         if pair is not None:
-            return self.count * sampled_curve(*pair).rdp(orders)
+            return sampled_curve(*pair).rdp(orders)
         if not self.rdp_is_known:
             return np.full(orders.shape, math.inf)
         accountant = rdp.RdpAccountant(orders.ravel().tolist(), self.relation)
-        accountant.compose(self.event, self.count)
+        accountant.compose(self.event)
         return np.asarray(accountant.rdp).reshape(orders.shape)
 
     def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        if self.relation is not _ADD_OR_REMOVE:
-            return None
-        if self.count == 1:
-            return self.event
-        return dp_accounting.SelfComposedDpEvent(self.event, self.count)
+        return self.event if self.relation is _ADD_OR_REMOVE else None
 
 
-def losses_compose(events: Sequence[EventCurve]) -> bool:
-    """Whether all have losses that compose.
+def losses_compose(curves: Iterable[tuple[Curve, int]]) -> bool:
+    """Whether all events among (curve, count) pairs have losses that compose.
 
     Pairs that are not symmetric compose in one order, that of a common relation. A record that is
     zeroed and one that is removed have one order: the data set that has it is first.
@@ -80,16 +94,16 @@ def losses_compose(events: Sequence[EventCurve]) -> bool:
     Raises:
         ValueError: They do not, and not all have divergences.
     """
+    events = [(curve, count) for curve, count in curves if isinstance(curve, EventCurve)]
     are_known, orders = True, set()
-    for part in events:
-        profile = event_profile(part.event, part.relation)
-        if profile is None:
-            are_known &= stock_pld_supports(part.event, part.count, part.relation)
-        if profile is None or not profile.is_symmetric:
+    for part, count in events:
+        if part.profile is None:
+            are_known &= stock_pld_supports(part.event, count, part.relation)
+        if part.profile is None or not part.profile.is_symmetric:
             orders.add(_ADD_OR_REMOVE if part.relation is _REPLACE_SPECIAL else part.relation)
     if are_known and len(orders) <= 1:
         return True
-    if not all(part.rdp_is_known for part in events):
+    if not all(part.rdp_is_known for part, _ in events):
         raise ValueError(
             "neither dp-accounting's PLD nor its RDP accountant supports all the events"
         )
@@ -99,7 +113,7 @@ def losses_compose(events: Sequence[EventCurve]) -> bool:
 def standard_curve(
     event: dp_accounting.DpEvent, count: int, relation: NeighboringRelation
 ) -> Curve:
-    """The curve of a user's event that is no composition, under `relation`.
+    """The curve of a user's event that is no composition, under `relation`, each time it runs.
 
     Raises:
         TypeError, ValueError: It cannot be read under the relation; the text says why.
@@ -112,18 +126,15 @@ def standard_curve(
         # google/differential-privacy issue 378.)
         noise = validate.real("noise_multiplier", event.noise_multiplier, minimum=0, allow_inf=True)
         if noise:
-            mu = (2.0 if relation is _REPLACE_ONE else 1.0) / noise
-            return GaussianCurve(mu * math.sqrt(count))
+            return GaussianCurve((2.0 if relation is _REPLACE_ONE else 1.0) / noise)
     if isinstance(event, dp_accounting.NonPrivateDpEvent) or has_zero_noise(event):
-        return GaussianCurve(math.inf if count else 0.0)
-    curve = _event_curve(event, count, relation)
-    losses_compose([curve])
+        return GaussianCurve(math.inf)
+    curve = _event_curve(event, relation)
+    losses_compose([(curve, count)])
     return curve
 
 
-def _event_curve(
-    event: dp_accounting.DpEvent, count: int, relation: NeighboringRelation
-) -> EventCurve:
+def _event_curve(event: dp_accounting.DpEvent, relation: NeighboringRelation) -> EventCurve:
     """Translates a user's event under `relation` for a stock accountant.
 
     Zeroing a record is adding or removing it where the event is additive noise on a sum. Under
@@ -134,20 +145,20 @@ def _event_curve(
     event = _with_noise(event, 1.0)
     name = type(event).__name__
     if _sampled_pair(event, relation) is not None:
-        return EventCurve(event, count, relation)
+        return EventCurve(event, relation)
     if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
         if relation is _ADD_OR_REMOVE:
             raise ValueError(
                 f"{name} under ADD_OR_REMOVE_ONE: its number of records is fixed. "
                 "Use REPLACE_SPECIAL or REPLACE_ONE."
             )
-        return EventCurve(_with_noise(event, 0.5), count, _REPLACE_ONE)
+        return EventCurve(_with_noise(event, 0.5), _REPLACE_ONE)
     if relation is _REPLACE_SPECIAL and name in _ADDITIVE_NOISE:
-        return EventCurve(event, count, _ADD_OR_REMOVE)
+        return EventCurve(event, _ADD_OR_REMOVE)
     if relation is not _REPLACE_ONE or name in _READ_RIGHT_UNDER_REPLACE_ONE:
-        return EventCurve(event, count, relation)
+        return EventCurve(event, relation)
     if isinstance(event, dp_accounting.LaplaceDpEvent):
-        return EventCurve(_with_noise(event, 0.5), count, _ADD_OR_REMOVE)
+        return EventCurve(_with_noise(event, 0.5), _ADD_OR_REMOVE)
     raise ValueError(
         f"{name} under REPLACE_ONE: unknown, or the stock accountants do not agree on its "
         "sensitivity. Use REPLACE_SPECIAL."
@@ -290,34 +301,3 @@ def stock_pld_error(count: int) -> float:
     were up to 6e-14 after 1000 compositions.
     """
     return 1e-14 * (count + 100)
-
-
-def event_losses(
-    event: dp_accounting.DpEvent, count: int, relation: NeighboringRelation
-) -> Losses | None:
-    """The loss of an event that runs `count` times; None if it would take gigabytes.
-
-    What has no `event_profile` is composed by PLDAccountant, whose error is added.
-    """
-    profile = event_profile(event, relation)
-    if profile is not None and is_sampled_gaussian(event):
-        loss = _sampled_gaussian_loss(event, relation)
-        return None if loss is None else ((loss, count),)
-    if profile is not None:
-        return losses_of(profile, count)
-    stock = _PldAccountant(relation).compose(event, count).privacy_loss
-    return ((stock_loss(stock, stock_pld_error(count)), 1),)
-
-
-def is_sampled_gaussian(event: dp_accounting.DpEvent) -> bool:
-    """Whether an event is one step of DP-SGD on a Poisson batch; such events can be hashed."""
-    is_poisson = type(event) is dp_accounting.PoissonSampledDpEvent
-    return is_poisson and type(event.event) is dp_accounting.GaussianDpEvent
-
-
-@functools.lru_cache(maxsize=4)  # a run that goes on repeats its steps; a loss can take 40 MB
-def _sampled_gaussian_loss(
-    event: dp_accounting.DpEvent, relation: NeighboringRelation
-) -> PrivacyLoss | None:
-    profile = event_profile(event, relation)
-    return None if profile is None else PrivacyLoss.of(profile)

@@ -235,5 +235,5 @@ def of_cohort(curve: Curve, rate: float) -> Curve:
     if curve.mu is not None:
         once = dp_accounting.GaussianDpEvent(1 / curve.mu)
         event = dp_accounting.PoissonSampledDpEvent(rate, once)
-        return EventCurve(event, 1, NeighboringRelation.ADD_OR_REMOVE_ONE)
+        return EventCurve(event, NeighboringRelation.ADD_OR_REMOVE_ONE)
     return cohort_curve(curve, rate)

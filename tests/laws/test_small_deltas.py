@@ -28,7 +28,7 @@ DELTAS = (1e-20, 1e-17, 1e-14, 3e-14, 1e-13, 1e-12, 1e-9, 1e-5, 1e-2, 0.5)
 
 
 def standard(event, count, relation=ADD_OR_REMOVE, mu=0.0):
-    return compose_curves([(EventCurve(event, count, relation), 1), (GaussianCurve(mu), 1)])
+    return compose_curves([(EventCurve(event, relation), count), (GaussianCurve(mu), 1)])
 
 
 def poisson(rate, noise):

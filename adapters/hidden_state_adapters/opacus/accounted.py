@@ -111,5 +111,5 @@ def _curve(rows: tuple[Row, ...]) -> Curve:
             continue
         gaussian = dp_accounting.GaussianDpEvent(noise)
         event = dp_accounting.PoissonSampledDpEvent(drawn_rate(rate), gaussian)
-        sampled.append((EventCurve(event, steps, NeighboringRelation.ADD_OR_REMOVE_ONE), 1))
+        sampled.append((EventCurve(event, NeighboringRelation.ADD_OR_REMOVE_ONE), steps))
     return compose_curves([*sampled, (GaussianCurve(math.sqrt(mu_squared)), 1)])
