@@ -363,6 +363,17 @@ def test_a_long_run_of_rare_records_forgets_as_one_of_many_does(order):
     assert found.epsilon(1e-10) < 0.01  # composition: 0.355
 
 
+def test_the_longest_window_is_looked_at():
+    """Batches that may expand by a factor of four: 511 steps forget, and no fewer do."""
+    run = hsa.LastIterateDpEvent(
+        noise_multiplier=0.8, learning_rate=1.9, clip_norm=1.0, batch_size=10, dataset_size=5000,
+        num_steps=3000, batch_order="poisson", weight_decay=0.3,
+        loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0),
+    )  # fmt: skip
+    guarantee = best_guarantee(run, NeighboringRelation.REPLACE_ONE)
+    assert guarantee.epsilon(1e-5) < 0.62  # composition: 1.302
+
+
 def few_batches(order, steps):
     """Three batches an epoch, as in docs/tightness.md."""
     return hsa.LastIterateDpEvent(

@@ -20,7 +20,8 @@ _FINER = 32  # cells of a single mechanism in one cell of the sum: its losses ar
 _SMALLEST = 1e-300  # delta has a logarithm
 _VANISHED = -32.0  # logarithm of a characteristic function: less than its transform's error
 _NODE_RATIO = 1.02  # of neighbouring losses of a single mechanism
-_REACH = 16.0  # the losses that are looked at, in epsilons
+# The losses that are looked at, by the epsilon: what is 20 above it counts as if it were infinite.
+_REACH, _FAR, _ABOVE = 16.0, 3.0, 20.0
 
 
 @attrs.frozen(eq=False)
@@ -47,12 +48,12 @@ class QuickLosses:
         profile_of: The pair of a step whose batch is known to hold the record with a given mu.
         delta: Where epsilon is read.
         scale: About the epsilon that is looked for: larger ones are read off less well, and those
-            beyond `_REACH` times it not at all.
+            that are several times as large not at all.
     """
 
     def __init__(self, profile_of: Callable[[float], Profile], delta: float, scale: float):
         self._profile_of, self._delta = profile_of, delta
-        reach = _REACH * scale
+        reach = min(_REACH * scale, _FAR * scale + _ABOVE)
         self._steps: dict[float, np.ndarray] = {}
         self.width = 2 * reach / _CELLS
         self._frequencies = math.pi / reach * np.arange(_CELLS // 2 + 1)

@@ -168,7 +168,7 @@ class _Search:
         total = self._windows.total
         number = 2 + int(_LENGTHS * math.log(total, 4))
         lengths = np.unique(np.geomspace(1, total - 1, number).round().astype(int))
-        every_second = lengths[::2].tolist()
+        every_second = lengths[::-2].tolist()  # the longest one too
         epsilon, plan = self._best_of(every_second, _SHARES[:1], _SPLITS[:1], epsilon, plan)
         if plan is None:
             epsilon, plan = self._best_of(every_second, _SHARES, _SPLITS, epsilon, plan)
