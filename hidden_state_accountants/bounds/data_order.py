@@ -92,12 +92,13 @@ class Reshuffled(HiddenStateBound):
       - Released: the last iterate and those after `release_steps`.
       - Distances that no order exceeds are carried over the ends of the epochs, whose costs add up,
         position by position.
-      - Where that cannot be (one epoch, releases within an epoch, more than 100,000 equal steps) or
-        may be the larger figure (in a domain, with steps that expand): shifts that are used up by
-        the end of each epoch, whose mixtures compose; and for equal steps with c <= 1 and no
-        releases, a record in the last batch of every epoch but the last, and in a uniform position
-        there, as a participation that is moved to a later step never costs less. The smallest
-        figure counts at every delta.
+      - For equal steps with c <= 1 and no releases: the record is in the last batch of every epoch
+        but the last, and in a uniform position there, as a participation that is moved to a later
+        step never costs less.
+      - Where nothing can be carried (one epoch, releases within an epoch, more than 100,000 equal
+        steps) or that may cost more (in a domain, with steps that expand): shifts that are used up
+        by the end of each epoch, whose mixtures compose.
+      - Of the bounds that are asked the smallest counts at every delta.
       - Assumptions: Theorem A's, and that neither the orders nor their seed are ever published.
     """
 
@@ -119,8 +120,8 @@ class Reshuffled(HiddenStateBound):
         expands = bool((process.contraction > 1).any())
         if carried is None or expands or process.domain_diameter < math.inf:
             curves.append(_epoch_by_epoch(process))
-            if process.is_constant and not process.release_steps and not expands:
-                curves.append(_late_participations(process))
+        if process.is_constant and not process.release_steps and not expands:
+            curves.append(_late_participations(process))
         return Proof(
             curve=best_curve(curves),
             theorem=self.citation.of("Theorem A averaged over the secret order of each epoch"),
