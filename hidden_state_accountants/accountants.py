@@ -202,9 +202,13 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
             return attrs.evolve(composed, guarantees=(*composed.guarantees, (guarantee, count)))
         try:
             curve = standard_curve(leaf, count, self.neighboring_relation)
-            rest = compose_curves([(composed.rest, 1), (curve, count)])
         except (TypeError, ValueError) as error:
             raise UnsupportedRunError(str(error)) from None
+        try:
+            rest = compose_curves([(composed.rest, 1), (curve, count)])
+        except ValueError as error:
+            text = f"{error}, together with what is composed already"
+            raise UnsupportedRunError(text) from None
         return attrs.evolve(composed, rest=rest)
 
     def _of_run(self, event: dp_accounting.DpEvent) -> Guarantee:
