@@ -152,15 +152,10 @@ def _planned(
     steps = event.num_steps
     if not event.has_schedules and event.max_batch_size is None:
         steps = 2 ** math.ceil(math.log2(steps))
-    return _run_of(attrs.evolve(event, num_steps=steps, release_steps=()), relation, target)
-
-
-def _run_of(
-    event: LastIterateDpEvent, relation: NeighboringRelation, target: Target
-) -> _SampledRun:
-    """Kept where all steps are equal; the arrays of a schedule can take a gigabyte."""
+    planned = attrs.evolve(event, num_steps=steps, release_steps=())
+    # Not kept of a schedule, whose arrays can take a gigabyte.
     make = _SampledRun.of if event.has_schedules else _equal_steps
-    return make(event, relation, target)
+    return make(planned, relation, target)
 
 
 @functools.lru_cache(maxsize=16)
@@ -286,7 +281,7 @@ class _SampledRun:
     def window(self, start: int, stop: int) -> Curve | None:
         """About the best window of a segment; None if the whole segment is better."""
         steps = self.segment(start, stop)
-        plan = self.plan(start, stop)
+        plan = self.plan(start, stop, steps)
         if plan is None or len(steps.step_mu) == 1:
             return None
         length = min(plan.length, len(steps.step_mu) - 1)  # planned for no fewer steps
@@ -294,11 +289,16 @@ class _SampledRun:
         plan = moved(plan, steps, step_profile(self.event, self.relation), self.target.delta)
         return self.curve_of(window_of(steps, plan))
 
-    def plan(self, start: int, stop: int) -> Plan | None:
+    def plan(self, start: int, stop: int, steps: SampledSteps) -> Plan | None:
         """A window that is about the best in a segment; None if the whole segment is better.
 
         Few plans are searched for: of equal steps that of the next power of two, as what holds with
         a plan for a longer run holds for a shorter one, whose distance is no larger.
+
+        Args:
+            start: The step before the segment.
+            stop: Its last step.
+            steps: `segment` of it.
         """
         if self.process.is_constant:
             longer = 2 ** math.ceil(math.log2(stop - start))
@@ -307,9 +307,10 @@ class _SampledRun:
         event = _with_noise(self.event, factor)
 
         def search() -> Plan | None:
-            steps = self.segment(start, stop, _NEARLY_FORGOTTEN)
-            noise_std, step_mu = steps.noise_std * factor, steps.step_mu / factor
-            scaled = attrs.evolve(steps, noise_std=noise_std, step_mu=step_mu)
+            is_constant = self.process.is_constant
+            looked_at = self.segment(start, stop, _NEARLY_FORGOTTEN) if is_constant else steps
+            noise_std, step_mu = looked_at.noise_std * factor, looked_at.step_mu / factor
+            scaled = attrs.evolve(looked_at, noise_std=noise_std, step_mu=step_mu)
             return best_plan(scaled, step_profile(event, self.relation), self.target.delta)
 
         return _PLANS.of((hash(event), self.relation, self.target, start, stop), search)

@@ -103,9 +103,16 @@ def best_plan(
     windows = Windows(attrs.evolve(steps, stretching=steps.stretching.rough()))
     if windows.total < 2 and not steps.before:
         return None
+    return _best_plan(windows, steps.before, profile_of, delta)
+
+
+def _best_plan(
+    windows: Windows, before: int, profile_of: Callable[[float], Profile], delta: float
+) -> Plan | None:
+    """As `best_plan`, of windows whose laws are kept from one delta to the next."""
     plan: Plan | None = None
     whole = scale = _scale_of(windows.whole(), profile_of, delta)
-    if whole and steps.before:  # that of any window is nearer to the smallest one
+    if whole and before:  # that of any window is nearer to the smallest one
         late = windows.rough(Plan(windows.total - 1, windows.total - 1, split(_SPLITS[0])))
         scale = min(whole, _scale_of(late, profile_of, delta) or whole)
     epsilon = math.inf
@@ -120,7 +127,7 @@ def best_plan(
             break
         scale = max(epsilon, scale / _STEP)  # what is far below the scale is not read off well
     if plan and epsilon == 0 and delta > _SMALLEST_DELTA:  # many windows are as good there
-        return best_plan(steps, profile_of, delta * _SMALLER) or plan
+        return _best_plan(windows, before, profile_of, delta * _SMALLER) or plan
     return plan if epsilon < whole else None
 
 
