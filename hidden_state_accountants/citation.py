@@ -15,10 +15,6 @@ class Citation:
     theorem: str
     arxiv: str | None = None
 
-    def of(self, theorem: str) -> str:
-        """How a guarantee calls a theorem of the paper."""
-        return f"{theorem} ({self.authors}, arXiv {self.arxiv})"
-
     def __str__(self) -> str:
         source = f", arXiv {self.arxiv}" if self.arxiv else ""
         return f"{self.authors}, {self.theorem}{source}"

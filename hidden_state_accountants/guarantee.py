@@ -261,7 +261,8 @@ class Guarantee:
                 "on hyper-parameter selection need them. Use a guarantee that is Gaussian."
             )
         name = "Poisson" if shape == math.inf else f"truncated negative binomial (shape {shape:g})"
-        theorem = _SELECTION.of("Theorem 6" if shape == math.inf else "Theorem 2")
+        number = 6 if shape == math.inf else 2
+        theorem = f"Theorem {number} ({_SELECTION.authors}, arXiv {_SELECTION.arxiv})"
         choice = Assumption.declared(
             f"the number of runs is drawn from the {name} distribution with mean {mean:g}, fixed "
             "in advance, and is never published; every run draws its hyper-parameters at random "

@@ -98,6 +98,10 @@ class Bound(abc.ABC):
             return self.paper
         return attrs.evolve(self.paper, theorem=self.published_theorem)
 
+    def cited(self, theorem: str) -> str:
+        """How a guarantee names a theorem of the paper."""
+        return f"{theorem} ({self.paper.authors}, arXiv {self.paper.arxiv})"
+
     def at_a_glance(self, event: Any) -> Unmet:
         """What rules a run of `event_type` out before anything is computed."""
         return []

@@ -69,7 +69,7 @@ class _Baseline(HiddenStateBound):
         return unless(is_met, "contraction", needed, f"{modulus:g}")
 
     def _gaussian(self, mu: float) -> Proof:
-        theorem = f"{self.citation.of(self.citation.theorem)}, by shifted interpolation"
+        theorem = f"{self.cited(self.paper.theorem)}, by shifted interpolation"
         return Proof(curve=GaussianCurve(mu), theorem=theorem)
 
 
@@ -176,7 +176,7 @@ class YeShokri(_Baseline):
             rates = rates.max(keepdims=True)
         return Proof(
             curve=RdpCurve(functools.partial(mean_over_positions, rates)),
-            theorem=self.citation.of(self.citation.theorem),
+            theorem=self.cited(self.paper.theorem),
         )
 
 

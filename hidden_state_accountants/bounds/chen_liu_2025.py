@@ -15,8 +15,12 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.bounds.base import PUBLISHED, SOUND, Bound, Citation, Proof
+from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.bounds.paper import mean_over_positions
-from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
+from hidden_state_accountants.bounds.shifted_interpolation import (
+    ShiftedInterpolation,
+    worst_mu_squared,
+)
 from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry
@@ -28,9 +32,6 @@ from hidden_state_accountants.process.conditions import (
     unless,
 )
 from hidden_state_accountants.process.noisy_process import NoisyProcess, update_lipschitz
-
-_SHIFTS = Citation("Bok, Su, Altschuler 2024", "shifted interpolation", "2403.00278")
-_COMPOSITION = Citation("Dong, Roth, Su 2022", "composition of the steps", "1905.02383")
 
 
 def published_rates(
@@ -137,14 +138,14 @@ class BlockCoordinate(Bound):
                 theorem="composition of the sub-steps that hold the record (every block may be "
                 "released after each)",
                 assumptions=(_HIDDEN_WHEN_RELEASED,),
-                citations=(_COMPOSITION,),
+                citations=(Composition.paper,),
             )
-        process = _process(event, relation, contraction)
+        process, theorem_a = _process(event, relation, contraction), ShiftedInterpolation()
         return Proof(
             curve=GaussianCurve(math.sqrt(worst_mu_squared(process))),
-            theorem=f"{_SHIFTS.of('Theorem A')}, optimal shifts, one block",
+            theorem=f"{theorem_a.cited('Theorem A')}, optimal shifts, one block",
             assumptions=(*_contraction_assumptions(event), _HIDDEN_FROM_THE_DATA),
-            citations=(_SHIFTS,),
+            citations=(theorem_a.citation,),
         )
 
     def event_assumptions(

@@ -110,9 +110,7 @@ class ChienLi(PaperBound):
             # Chien & Li 2024, Corollary A.3, arXiv 2410.01068; alpha * rate for one position
             curve = RdpCurve(functools.partial(mean_over_positions, values / 2))
             theorem = "Theorem 3.7" if tracked else theorem
-        return Proof(
-            curve=curve, theorem=f"{self.citation.of(theorem)}, as published", caveat=caveat
-        )
+        return Proof(curve=curve, theorem=f"{self.cited(theorem)}, as published", caveat=caveat)
 
 
 def _positions(event: LastIterateDpEvent) -> range:

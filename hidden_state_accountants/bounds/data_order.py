@@ -79,7 +79,7 @@ class ShuffledOnce(HiddenStateBound):
         process = noisy_process(event, relation)
         return Proof(
             curve=_mean_over_positions(mu_squared_by_position(process), process.period),
-            theorem=self.citation.of("Theorem A averaged over the secret order"),
+            theorem=self.cited("Theorem A averaged over the secret order"),
         )
 
 
@@ -124,7 +124,7 @@ class Reshuffled(HiddenStateBound):
             curves.append(_late_participations(process))
         return Proof(
             curve=best_curve(curves),
-            theorem=self.citation.of("Theorem A averaged over the secret order of each epoch"),
+            theorem=self.cited("Theorem A averaged over the secret order of each epoch"),
         )
 
 

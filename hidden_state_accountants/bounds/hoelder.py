@@ -94,7 +94,7 @@ class Hoelder(HiddenStateBound):
             every = np.zeros(max(process.period, len(mus)))  # a run may end before a position
             every[: len(mus)] = mus
             curve = GaussianMixtureCurve(np.full(len(every), 1 / len(every)), every)
-        return Proof(curve=curve, theorem=f"{self.citation.of('Theorem A')}, Hölder gradient")
+        return Proof(curve=curve, theorem=f"{self.cited('Theorem A')}, Hölder gradient")
 
 
 def mu_by_sequence(

@@ -122,7 +122,7 @@ class KongRibero(PaperBound):
         twice, theorem = min(candidates)
         return Proof(
             curve=RdpCurve(functools.partial(np.multiply, twice / 2)),
-            theorem=f"{self.citation.of(theorem)}, as published",
+            theorem=f"{self.cited(theorem)}, as published",
             caveat=_UNSOUND if theorem == "Theorem 2.2" and is_clipped else "",
         )
 

@@ -71,7 +71,7 @@ class OverlappingLaws(HiddenStateBound):
         """The profile after windows of falling length."""
         return Proof(
             curve=_curve(_Steps.of(noisy_process(event, relation))),
-            theorem=self.citation.of("Theorem D"),
+            theorem=self.cited("Theorem D"),
         )
 
 

@@ -58,7 +58,7 @@ class PaperBound(HiddenStateBound):
             return self.published(event, relation)
         bound = _proved_by(event)
         proof = bound.prove(event, relation)
-        theorem = f"{self.citation.of(self.theorem_of(event))}, by {proof.theorem}"
+        theorem = f"{self.cited(self.theorem_of(event))}, by {proof.theorem}"
         return attrs.evolve(proof, theorem=theorem, citations=(bound.citation,))
 
 

@@ -120,12 +120,9 @@ class ShiftedInterpolation(HiddenStateBound):
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """mu-GDP of the worst position."""
-        return self._proof(worst_mu_squared(noisy_process(event, relation)))
-
-    def _proof(self, mu_squared: float) -> Proof:
         return Proof(
-            curve=GaussianCurve(math.sqrt(mu_squared)),
-            theorem=f"{self.citation.of('Theorem A')}, optimal shifts",
+            curve=GaussianCurve(math.sqrt(worst_mu_squared(noisy_process(event, relation)))),
+            theorem=f"{self.cited('Theorem A')}, optimal shifts",
         )
 
 

@@ -138,7 +138,7 @@ class Subsampling(HiddenStateBound):
                 return with_delta(rarer.released_curve(event), rarer.failure)
 
             curve = best_curve([curve, CurveForSmallDeltas(curve, _SMALL_DELTA, small)])
-        return Proof(curve=curve, theorem=f"{self.citation.of('Theorem C')}, sampled batches")
+        return Proof(curve=curve, theorem=f"{self.cited('Theorem C')}, sampled batches")
 
 
 def _planned(
