@@ -25,8 +25,6 @@ from hidden_state_accountants.bounds.solvers.all_positions import (
 from hidden_state_accountants.bounds.solvers.equal_steps import (
     LONG,
     by_tails,
-    drifted_distance,
-    largest_distance,
     mu_squared_of_equal_steps,
 )
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
@@ -239,13 +237,32 @@ def distance_anywhere(
 
 
 def distance_before_tail(process: NoisyProcess, num_steps: int) -> float:
-    """What `distance_anywhere` is at most after `num_steps` equal steps."""
-    return drifted_distance(
-        float(process.drift_contraction[0]),
-        float(process.drift[0]),
-        process.domain_diameter,
-        num_steps,
-    )
+    """What `distance_anywhere` is at most after `num_steps` equal steps, rounded up."""
+    kappa, drift = float(process.drift_contraction[0]), float(process.drift[0])
+    if kappa == 1:
+        moved = drift * num_steps
+    elif kappa == 0:
+        moved = drift
+    else:
+        moved = drift * math.expm1(math.log(kappa) * num_steps) / (kappa - 1)
+    return min(process.domain_diameter, moved * (1 + 1e-9))
+
+
+def largest_distance(contraction: float, sensitivity: float, period: int, num_steps: int) -> float:
+    """No two runs are farther apart after any number of steps up to `num_steps`."""
+    participations = -(-num_steps // period)
+    if not sensitivity:
+        return 0.0
+    if contraction == 1:
+        return sensitivity * participations
+    if contraction < 1:
+        log = math.log(contraction) if contraction else -math.inf
+        return sensitivity * math.expm1(log * period * participations) / math.expm1(log * period)
+    log = math.log(contraction)
+    if log * (period * participations + period) > 700:
+        return math.inf
+    ratio = math.expm1(log * period * participations) / math.expm1(log * period)
+    return sensitivity * math.exp(log * period) * ratio
 
 
 def _only_batches_reach_the_domain(process: NoisyProcess, start: int, stop: int) -> bool:

@@ -34,9 +34,9 @@ from hidden_state_accountants.bounds.composition import (
 )
 from hidden_state_accountants.bounds.shifted_interpolation import (
     distance_before_tail,
+    largest_distance,
     tracked_distances,
 )
-from hidden_state_accountants.bounds.solvers.equal_steps import largest_distance
 from hidden_state_accountants.bounds.solvers.quick_losses import Window
 from hidden_state_accountants.bounds.solvers.sampled_windows import (
     Plan,

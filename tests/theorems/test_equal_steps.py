@@ -10,15 +10,13 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import shifted_interpolation
 from hidden_state_accountants.bounds.data_order import late_mu_squared
 from hidden_state_accountants.bounds.shifted_interpolation import (
+    distance_before_tail,
+    largest_distance,
     mu_squared_by_position,
     worst_mu_squared,
 )
 from hidden_state_accountants.bounds.solvers import equal_steps
-from hidden_state_accountants.bounds.solvers.equal_steps import (
-    drifted_distance,
-    largest_distance,
-    mu_squared_of_equal_steps,
-)
+from hidden_state_accountants.bounds.solvers.equal_steps import mu_squared_of_equal_steps
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.process.noisy_process import noisy_process
 
@@ -137,12 +135,18 @@ def test_reshuffled_long_runs_equal_their_scan(changes, short_is_long, monkeypat
 @pytest.mark.parametrize("c", [0.0, 0.5, 1.0, 1.2])
 @pytest.mark.parametrize("kappa", [0.0, 0.8, 1.0])
 def test_distances_before_a_tail_are_never_below_the_tracked_ones(c, kappa):
+    process = attrs.evolve(
+        noisy_process(RUNS["cyclic"], SPECIAL),
+        drift_contraction=np.array([kappa]),
+        drift=np.array([0.9]),
+        domain_diameter=5.0,
+    )
     by_moduli = by_drift = 0.0
     for step in range(1, 24):
         by_moduli = c * by_moduli + (0.3 if (step - 1) % 4 == 0 else 0.0)
         by_drift = min(5.0, kappa * by_drift + 0.9)
         assert largest_distance(c, 0.3, 4, step) * (1 + 1e-12) >= by_moduli
-        bound = drifted_distance(kappa, 0.9, 5.0, step)
+        bound = distance_before_tail(process, step)
         assert by_drift <= bound <= by_drift * (1 + 1e-8)
 
 

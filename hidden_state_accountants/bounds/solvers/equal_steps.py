@@ -122,37 +122,6 @@ def _regression(first: Block, second: Block, third: Block) -> np.ndarray:
     return np.where(all_pool, cost(pooled(early, third)), some)
 
 
-def largest_distance(contraction: float, sensitivity: float, period: int, num_steps: int) -> float:
-    """No two runs are farther apart after any number of steps up to `num_steps`."""
-    participations = -(-num_steps // period)
-    if not sensitivity:
-        return 0.0
-    if contraction == 1:
-        return sensitivity * participations
-    if contraction < 1:
-        log = math.log(contraction) if contraction else -math.inf
-        return sensitivity * math.expm1(log * period * participations) / math.expm1(log * period)
-    log = math.log(contraction)
-    if log * (period * participations + period) > 700:
-        return math.inf
-    ratio = math.expm1(log * period * participations) / math.expm1(log * period)
-    return sensitivity * math.exp(log * period) * ratio
-
-
-def drifted_distance(
-    drift_contraction: float, drift: float, diameter: float, num_steps: int
-) -> float:
-    """A bound after `num_steps` steps by the bounded drift and the domain alone, rounded up."""
-    if drift_contraction == 1:
-        moved = drift * num_steps
-    elif drift_contraction == 0:
-        moved = drift
-    else:
-        log = math.log(drift_contraction)
-        moved = drift * math.expm1(log * num_steps) / (drift_contraction - 1)
-    return min(diameter, moved * (1 + 1e-9))
-
-
 def by_tails(num_steps: int, of_tail: Callable[[int], np.ndarray]) -> np.ndarray:
     """The smallest mu**2 that the last steps of a long run show, entry by entry.
 
