@@ -183,13 +183,9 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
                 composed = self._with(composed, leaf, leaf_count)
             except UnsupportedRunError as error:
                 return _Details(leaf, str(error))
-        try:
-            curve = composed.curve_of_groups
-        except ValueError as error:
-            return _Details(event, f"{error}, together with what is composed already")
         if count:
-            try:
-                curve.epsilon(1e-5)  # does the work now: a stock accountant may choke on an event
+            try:  # does the work now: a stock accountant may choke on an event
+                composed.curve_of_groups.epsilon(1e-5)
             except (ArithmeticError, AssertionError, TypeError, ValueError) as error:
                 return _Details(event, f"dp-accounting rejects it: {error!r}")
         self._after = composed
