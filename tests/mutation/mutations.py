@@ -356,7 +356,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             "failed_compose_is_half_applied": (
                 "composed = self._with(composed, leaf, leaf_count)\n",
                 "composed = self._with(composed, leaf, leaf_count)\n"
-                "                self._state = composed, composed.curve()\n",
+                "                self._composed = composed\n",
             ),
         },
         "core/test_engine_details.py": {
