@@ -89,7 +89,7 @@ class Target:
     failure: float
 
 
-USUAL, FOR_SMALL_DELTAS = Target(1e-5, 1e-12), Target(1e-10, 1e-18)
+USUAL, FOR_SMALL_DELTAS = Target(1e-5, 1e-12), Target(1e-10, 3e-15)
 
 
 @attrs.frozen
@@ -166,8 +166,8 @@ def _equal_steps(
 
 
 @functools.lru_cache(maxsize=16)
-def _settled_window(run: _SampledRun, num_steps: int) -> Curve | None:
-    return run.window(0, num_steps)
+def _settled_window(run: _SampledRun, num_steps: int, count: int) -> Curve | None:
+    return run.window(0, num_steps, count)
 
 
 class _Plans:
@@ -203,6 +203,12 @@ def _rounding_of_noise(event: LastIterateDpEvent) -> float:
 def _with_noise(event: LastIterateDpEvent, factor: float) -> LastIterateDpEvent:
     scaled = mapped(lambda noise: noise * factor, event.noise_multiplier)
     return attrs.evolve(event, noise_multiplier=scaled)
+
+
+def _as_many(length: int, segments: list[tuple[int, int]]) -> int:
+    """As many segments of a length as a run amounts to, about: a power of two, to plan few."""
+    number = sum(min(1.0, (stop - start) / length) for start, stop in segments)
+    return 2 ** round(math.log2(number))
 
 
 @attrs.frozen(eq=False)
@@ -252,44 +258,48 @@ class _SampledRun:
         if not np.isfinite(values_and_counts(record_mus(event))[0]).all():
             return GaussianCurve(math.inf)
         if not event.release_steps:
-            return self._best(0, event.num_steps, composed_steps(event, self.relation))
-        ends = itertools.pairwise((0, *event.release_steps, event.num_steps))
+            return self._best(0, event.num_steps, composed_steps(event, self.relation), 1)
+        ends = list(itertools.pairwise((0, *event.release_steps, event.num_steps)))
         if self.process.is_constant:  # segments of one length cost the same
             lengths = Counter(stop - start for start, stop in ends)
             segments = [(0, length, count) for length, count in lengths.items()]
         else:
             segments = [(start, stop, 1) for start, stop in ends]
         return compose_curves(
-            [(self._segment_curve(start, stop), count) for start, stop, count in segments]
+            [
+                (self._segment_curve(start, stop, _as_many(stop - start, ends)), count)
+                for start, stop, count in segments
+            ]
         )
 
-    def _segment_curve(self, start: int, stop: int) -> Curve:
+    def _segment_curve(self, start: int, stop: int, alike: int) -> Curve:
         whole = self.curve_of(Windows(self.segment(start, stop)).whole())
-        return self._best(start, stop, whole)
+        return self._best(start, stop, whole, alike)
 
-    def _best(self, start: int, stop: int, whole: Curve) -> Curve:
+    def _best(self, start: int, stop: int, whole: Curve, alike: int) -> Curve:
         """The best window, or the composition of all steps if that is smaller."""
         num_steps = stop - start
         if self.process.is_constant and self._looked_at(num_steps)[0] < num_steps:
             # More equal steps before those that are looked at: the distance is no smaller.
             longer = 2 ** math.ceil(math.log2(num_steps))
-            window = _settled_window(self, min(longer, self.process.num_steps))
+            window = _settled_window(self, min(longer, self.process.num_steps), alike)
         else:
-            window = self.window(start, stop)
+            window = self.window(start, stop, alike)
         return whole if window is None else best_curve([window, whole])
 
-    def window(self, start: int, stop: int) -> Curve | None:
+    def window(self, start: int, stop: int, alike: int) -> Curve | None:
         """About the best window of a segment; None if the whole segment is better."""
         steps = self.segment(start, stop)
-        plan = self.plan(start, stop, steps)
+        plan = self.plan(start, stop, steps, alike)
         if plan is None or len(steps.step_mu) == 1:
             return None
         length = min(plan.length, len(steps.step_mu) - 1)  # planned for no fewer steps
         plan = Plan(length, min(plan.shifted, length), plan.beta)
-        plan = moved(plan, steps, step_profile(self.event, self.relation), self.target.delta)
+        profile = step_profile(self.event, self.relation)
+        plan = moved(plan, steps, profile, self.target.delta, alike)
         return self.curve_of(window_of(steps, plan))
 
-    def plan(self, start: int, stop: int, steps: SampledSteps) -> Plan | None:
+    def plan(self, start: int, stop: int, steps: SampledSteps, alike: int = 1) -> Plan | None:
         """A window that is about the best in a segment; None if the whole segment is better.
 
         Few plans are searched for: of equal steps that of the next power of two, as what holds with
@@ -299,6 +309,7 @@ class _SampledRun:
             start: The step before the segment.
             stop: Its last step.
             steps: `segment` of it.
+            alike: How many segments like it are composed.
         """
         if self.process.is_constant:
             longer = 2 ** math.ceil(math.log2(stop - start))
@@ -311,9 +322,10 @@ class _SampledRun:
             looked_at = self.segment(start, stop, _NEARLY_FORGOTTEN) if is_constant else steps
             noise_std, step_mu = looked_at.noise_std * factor, looked_at.step_mu / factor
             scaled = attrs.evolve(looked_at, noise_std=noise_std, step_mu=step_mu)
-            return best_plan(scaled, step_profile(event, self.relation), self.target.delta)
+            profile = step_profile(event, self.relation)
+            return best_plan(scaled, profile, self.target.delta, alike)
 
-        return _PLANS.of((hash(event), self.relation, self.target, start, stop), search)
+        return _PLANS.of((hash(event), self.relation, self.target, start, stop, alike), search)
 
     def segment(self, start: int, stop: int, forgotten: float = _FORGOTTEN) -> SampledSteps:
         """The steps between two releases; the last ones, if many equal ones are before them."""

@@ -753,6 +753,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "rarer = _planned(event, relation, FOR_SMALL_DELTAS)",
                 "rarer = _planned(event, relation, USUAL)",
             ),
+            "segments_are_planned_alone": (
+                "return 2 ** round(math.log2(number))",
+                "return 1",
+            ),
             "long_runs_are_planned_as_short_ones": (
                 "start, stop = 0, min(longer, self.process.num_steps)",
                 "start, stop = 0, min(longer, self.process.num_steps, 1024)",

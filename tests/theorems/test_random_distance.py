@@ -15,7 +15,7 @@ from scipy import stats
 import hidden_state_accountants as hsa
 from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.bounds import Subsampling, subsampling
-from hidden_state_accountants.bounds.composition import step_profile
+from hidden_state_accountants.bounds.composition import composed_steps, step_profile
 from hidden_state_accountants.bounds.shifted_interpolation import tracked_distances
 from hidden_state_accountants.bounds.solvers.distance_law import (
     DistanceLaw,
@@ -281,7 +281,7 @@ class TestModulusLines:
         assert min(failure for _, failure in second.other.known) == run.failure
         assert second.other.epsilon(run.failure) == math.inf
         rarer = _planned(clipped(), SPECIAL, FOR_SMALL_DELTAS).failure
-        assert min(failure for _, failure in second.made.known) == rarer <= 1e-18
+        assert min(failure for _, failure in second.made.known) == rarer <= 3e-15
 
     def test_sizes_that_concentrate_gain(self):
         """The effective modulus of 1, 10, 100 and 1000 steps, between those of b and of k_max."""
@@ -350,11 +350,13 @@ def test_longer_runs_of_equal_steps_level_off():
     assert long < 1.02 * short
 
 
+@pytest.mark.parametrize("steps", [10**6, 10**8])
 @pytest.mark.parametrize("order", ["poisson", "without_replacement"])
-def test_a_long_run_of_rare_records_forgets_as_one_of_many_does(order):
+def test_a_long_run_of_rare_records_forgets_as_one_of_many_does(order, steps):
+    """The scale of the longest window is where all other ones are beyond reach, in a million."""
     run = hsa.LastIterateDpEvent(
         noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=1000,
-        dataset_size=10**9, num_steps=10**8, batch_order=order, weight_decay=0.1,
+        dataset_size=10**9, num_steps=steps, batch_order=order, weight_decay=0.1,
         loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0),
     )  # fmt: skip
     whole_epoch = best_guarantee(attrs.evolve(run, num_steps=4096), SPECIAL)
@@ -372,6 +374,41 @@ def test_the_longest_window_is_looked_at():
     )  # fmt: skip
     guarantee = best_guarantee(run, NeighboringRelation.REPLACE_ONE)
     assert guarantee.epsilon(1e-5) < 0.62  # composition: 1.302
+
+
+def test_a_short_window_moves_its_split_with_its_length():
+    """From six steps to five: the best split is three values away."""
+    run = hsa.LastIterateDpEvent(
+        noise_multiplier=3.0, learning_rate=0.8, clip_norm=None, batch_size=20, dataset_size=200,
+        num_steps=60, batch_order="poisson", weight_decay=0.5, max_batch_size=60,
+        loss=hsa.LossGeometry.softmax_cross_entropy(1.0),
+    )  # fmt: skip
+    assert best_guarantee(run, ONE).epsilon(1e-5) < 0.62  # was 0.6287
+
+
+def test_a_window_that_hides_more_than_it_composes():
+    """In a small domain most of the noise hides the distance: the best split is .5."""
+    run = hsa.LastIterateDpEvent(
+        noise_multiplier=6.3, learning_rate=0.128, clip_norm=3.1, batch_size=4, dataset_size=233,
+        num_steps=255, batch_order="without_replacement", weight_decay=0.06,
+        domain_diameter=0.0557,
+        loss=hsa.LossGeometry.smooth(smoothness=0.3685, lipschitz=5.233),
+    )  # fmt: skip
+    assert best_guarantee(run, SPECIAL).epsilon(1e-5) < 0.15  # composition: 0.165
+
+
+@pytest.mark.parametrize(
+    ("order", "limit"),
+    [("poisson", 2.336), ("without_replacement", 2.735)],  # each alone: 2.413, 2.860
+)
+def test_segments_that_are_composed_are_planned_together(order, limit):
+    run = hsa.LastIterateDpEvent(
+        noise_multiplier=4.0, learning_rate=0.5, clip_norm=1.0, batch_size=50, dataset_size=1000,
+        num_steps=4000, batch_order=order, weight_decay=0.5,
+        loss=hsa.LossGeometry.softmax_cross_entropy(1.0),
+        release_steps=tuple(range(100, 4000, 100)),
+    )  # fmt: skip
+    assert best_guarantee(run, ONE).epsilon(1e-5) < limit
 
 
 def few_batches(order, steps):
@@ -511,16 +548,29 @@ def test_losses_beyond_the_reach_of_a_search_are_not_read_as_none():
         assert QuickLosses(step_profile(event, ONE), 1e-5, scale).epsilon(whole) > 9000
 
 
+@pytest.mark.parametrize("delta", [1e-5, 1e-8, 1e-10, 1e-12])
+def test_losses_with_an_atom_are_read_off_at_small_deltas(delta):
+    """Three in four runs never draw the record: a transform that is cut off would ring."""
+    event = cyclic_run(
+        batch_order="without_replacement", batch_size=109, dataset_size=15_379, num_steps=41,
+        noise_multiplier=0.39,
+    )  # fmt: skip
+    window = Window(((1 / 0.39, 41),), np.zeros(1), np.ones(1))
+    exact = composed_steps(event, SPECIAL).epsilon(delta)
+    found = QuickLosses(step_profile(event, SPECIAL), delta, exact).epsilon(window)
+    assert found == pytest.approx(exact, rel=0.01)
+
+
 class TestSmallDeltas:
     """Near the failure of a plan about the sizes of batches a second one counts, which is rarer."""
 
     def test_no_jump_where_the_first_plan_may_fail(self):
         curve = Subsampling().guarantee(clipped(), SPECIAL).curve
         second = curve.known[-1][0]
-        deltas = np.geomspace(1e-8, 1e-15, 43)
+        deltas = np.geomspace(1e-8, 1e-14, 37)
         epsilons = np.array([curve.epsilon(d) for d in deltas])
         assert (np.diff(epsilons) >= 0).all()
-        assert (epsilons[1:] < 1.06 * epsilons[:-1]).all()  # 7 values for a factor of ten
+        assert (epsilons[1:] < 1.06 * epsilons[:-1]).all()  # 6 values for a factor of ten
         for delta, epsilon in zip(deltas.tolist(), epsilons.tolist(), strict=True):
             assert curve.delta(epsilon) <= delta
         assert second.epsilon(1e-6) == second.least_epsilon(1e-6) == math.inf

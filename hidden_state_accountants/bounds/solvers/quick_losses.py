@@ -49,10 +49,13 @@ class QuickLosses:
         delta: Where epsilon is read.
         scale: About the epsilon that is looked for: larger ones are read off less well, and those
             that are several times as large not at all.
+        count: How many times a window is composed.
     """
 
-    def __init__(self, profile_of: Callable[[float], Profile], delta: float, scale: float):
-        self._profile_of, self._delta = profile_of, delta
+    def __init__(
+        self, profile_of: Callable[[float], Profile], delta: float, scale: float, count: int = 1
+    ):
+        self._profile_of, self._delta, self._count = profile_of, delta, count
         reach = min(_REACH * scale, _FAR * scale + _ABOVE)
         self._steps: dict[float, np.ndarray] = {}
         self.width = 2 * reach / _CELLS
@@ -60,25 +63,30 @@ class QuickLosses:
         self._losses = self.width * np.arange(_CELLS // 2)
 
     def epsilon(self, window: Window) -> float:
-        """Of what dominates a segment; inf beyond the reach."""
+        """Of what dominates a segment, `count` times; inf beyond the reach."""
         return self._crossing(self.deltas(window))
 
     def deltas(self, window: Window) -> np.ndarray:
         """At the epsilons 0, width, 2 width, ..."""
         total = np.zeros(len(self._frequencies), dtype=complex)
         for mu, count in window.sampled_mus:
-            total += count * self._step(mu)
+            total += self._count * count * self._step(mu)
         alive = np.flatnonzero(total.real > _VANISHED)
         # The phase of the first frequency is pi times the mean loss over the reach. Losses beyond
         # the reach would come back from its other end, as small ones.
         near = self._is_near(window.shift_mus)
-        shift = float(window.shift_weights[near] @ window.shift_mus[near] ** 2 / 2)
+        shift = self._count * float(window.shift_weights[near] @ window.shift_mus[near] ** 2 / 2)
         if not len(alive) or shift * self._frequencies[1] - total[1].imag > math.pi:
             return np.ones(len(self._losses))  # nothing is left of the losses within the reach
         kept = 1 + int(alive[-1])
         spectrum = np.zeros(len(total), dtype=complex)
         spectrum[:kept] = np.exp(total[:kept])
-        spectrum[:kept] *= self._mixture(window.shift_mus, window.shift_weights, kept)
+        spectrum[:kept] *= (
+            self._mixture(window.shift_mus, window.shift_weights, kept) ** self._count
+        )
+        # A law with atoms is smoothed, by few cells: a transform that is cut off would ring.
+        last = math.log(max(abs(spectrum[-1]), _SMALLEST))
+        spectrum *= np.exp(-max(0.0, last - _VANISHED) * np.linspace(0, 1, len(spectrum)) ** 2)
         law = fft.irfft(spectrum, _CELLS)[: _CELLS // 2]
         infinite = 1 - float(spectrum[0].real)
         above = np.cumsum(law[::-1])[::-1]

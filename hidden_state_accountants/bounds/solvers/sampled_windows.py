@@ -21,7 +21,7 @@ from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Wi
 from hidden_state_accountants.curves.profiles import Profile
 from hidden_state_accountants.process.stretching import Stretching
 
-_SPLITS = (12, 4)  # of beta
+_SPLITS = (12, 4, -2)  # of beta
 _SPLITS_PER_DOUBLING = 4  # of beta / (1 - beta): few values, so that steps repeat their losses
 _SHARES = (1.0, 0.2)  # of the steps of a window, how many carry shifts
 _LENGTHS = 3  # of windows, per factor of 4
@@ -91,7 +91,7 @@ def _number_of(beta: float) -> int:
 
 
 def best_plan(
-    steps: SampledSteps, profile_of: Callable[[float], Profile], delta: float
+    steps: SampledSteps, profile_of: Callable[[float], Profile], delta: float, count: int = 1
 ) -> Plan | None:
     """The window with about the smallest epsilon; None if the whole segment is better.
 
@@ -99,26 +99,34 @@ def best_plan(
         steps: The segment.
         profile_of: The sampled mechanism of a step, by its mu.
         delta: Where the candidates are compared, or a smaller one if the best epsilon is 0 there.
+        count: How many such segments are composed.
     """
     windows = Windows(attrs.evolve(steps, stretching=steps.stretching.rough()))
     if windows.total < 2 and not steps.before:
         return None
-    return _best_plan(windows, steps.before, profile_of, delta)
+    return _best_plan(windows, steps.before, profile_of, delta, count)
 
 
 def _best_plan(
-    windows: Windows, before: int, profile_of: Callable[[float], Profile], delta: float
+    windows: Windows,
+    before: int,
+    profile_of: Callable[[float], Profile],
+    delta: float,
+    count: int,
 ) -> Plan | None:
     """As `best_plan`, of windows whose laws are kept from one delta to the next."""
     plan: Plan | None = None
-    whole = scale = _scale_of(windows.whole(), profile_of, delta)
+    whole = scale = _scale_of(windows.whole(), profile_of, delta, count)
     if whole and before:  # that of any window is nearer to the smallest one
         late = windows.rough(Plan(windows.total - 1, windows.total - 1, split(_SPLITS[0])))
-        scale = min(whole, _scale_of(late, profile_of, delta) or whole)
+        scale = min(whole, _scale_of(late, profile_of, delta, count) or whole)
     epsilon = math.inf
     while scale > 0:
-        search = _Search(windows, QuickLosses(profile_of, delta, scale))
+        search = _Search(windows, QuickLosses(profile_of, delta, scale, count))
         epsilon, plan = search.on_grid(math.inf if plan is None else search.epsilon(plan), plan)
+        if plan is None and scale < whole:  # all windows are far above the scale
+            scale = min(whole, scale * _STEP)
+            continue
         if plan is None or epsilon > _PROMISING * scale:
             break
         if epsilon > scale / 3:
@@ -127,19 +135,23 @@ def _best_plan(
             break
         scale = max(epsilon, scale / _STEP)  # what is far below the scale is not read off well
     if plan and epsilon == 0 and delta > _SMALLEST_DELTA:  # many windows are as good there
-        return _best_plan(windows, before, profile_of, delta * _SMALLER) or plan
+        return _best_plan(windows, before, profile_of, delta * _SMALLER, count) or plan
     return plan if epsilon < whole else None
 
 
 def moved(
-    plan: Plan, steps: SampledSteps, profile_of: Callable[[float], Profile], delta: float
+    plan: Plan,
+    steps: SampledSteps,
+    profile_of: Callable[[float], Profile],
+    delta: float,
+    count: int = 1,
 ) -> Plan:
     """What short moves make of a plan for these steps or others; arguments as for `best_plan`."""
     windows = Windows(steps)
-    scale = _scale_of(windows.rough(plan), profile_of, delta)
+    scale = _scale_of(windows.rough(plan), profile_of, delta, count)
     if not scale:
         return plan
-    search = _Search(windows, QuickLosses(profile_of, delta, scale))
+    search = _Search(windows, QuickLosses(profile_of, delta, scale, count))
     return search.moved(search.epsilon(plan), plan, _SHORT_MOVES)[1]
 
 
@@ -148,11 +160,13 @@ def window_of(steps: SampledSteps, plan: Plan) -> Window:
     return Windows(steps).window(plan, *_FINE)
 
 
-def _scale_of(window: Window, profile_of: Callable[[float], Profile], delta: float) -> float:
+def _scale_of(
+    window: Window, profile_of: Callable[[float], Profile], delta: float, count: int
+) -> float:
     """Epsilon of a window; at least right to a factor of 3, or 0."""
     scale = 1.0
     for _ in range(40):
-        epsilon = QuickLosses(profile_of, delta, scale).epsilon(window)
+        epsilon = QuickLosses(profile_of, delta, scale, count).epsilon(window)
         if epsilon == 0 or scale / 3 < epsilon < scale * 3:
             return epsilon
         scale = min(max(epsilon, scale / _STEP), scale * _STEP)
@@ -169,31 +183,30 @@ class _Search:
     def on_grid(self, epsilon: float, plan: Plan | None) -> tuple[float, Plan | None]:
         """The best plan of a grid; given are the epsilon to beat and what has it.
 
-        Every second length is tried with one share and one split, with all of them if none of these
-        is better, and then the best one and those beside it with all.
+        Every second length is tried with one share, with all of them if none of these is better,
+        and then the best one and those beside it with all.
         """
         total = self._windows.total
         number = 2 + int(_LENGTHS * math.log(total, 4))
         lengths = np.unique(np.geomspace(1, total - 1, number).round().astype(int))
         every_second = lengths[::-2].tolist()  # the longest one too
-        epsilon, plan = self._best_of(every_second, _SHARES[:1], _SPLITS[:1], epsilon, plan)
+        epsilon, plan = self._best_of(every_second, _SHARES[:1], epsilon, plan)
         if plan is None:
-            epsilon, plan = self._best_of(every_second, _SHARES, _SPLITS, epsilon, plan)
+            epsilon, plan = self._best_of(every_second, _SHARES, epsilon, plan)
         if plan is None:
             return math.inf, None
         place = int(np.searchsorted(lengths, plan.length))
         near = lengths[max(0, place - 1) : place + 2].tolist()
-        return self._best_of(near, _SHARES, _SPLITS, epsilon, plan)
+        return self._best_of(near, _SHARES, epsilon, plan)
 
     def _best_of(
         self,
         lengths: list[int],
         shares: tuple[float, ...],
-        splits: tuple[int, ...],
         epsilon: float,
         plan: Plan | None,
     ) -> tuple[float, Plan | None]:
-        for length, share, number in itertools.product(lengths, shares, splits):
+        for length, share, number in itertools.product(lengths, shares, _SPLITS):
             candidate = Plan(length, max(1, round(share * length)), split(number))
             found = self.epsilon(candidate)
             if found < epsilon:
@@ -233,12 +246,15 @@ class _Search:
                 _times(plan.shifted, f),
                 _times(plan.shifted, 1 / f),
             )
-            beta, opposite = split(number + n), split(number - n)
+            beta = split(number + n)
+            # Steps are whole: few of them change by more, and the split has to make up for more.
+            more = n * max(1, round(math.log(length / plan.length) / math.log(f)))
+            longer, opposite = split(number + more), split(number - more)
             moves += [
                 attrs.evolve(plan, beta=beta),
                 attrs.evolve(plan, shifted=shifted),
                 attrs.evolve(plan, shifted=shifted, beta=beta),
-                Plan(length, min(shifted, length), beta),
+                Plan(length, min(shifted, length), longer),
                 attrs.evolve(plan, length=length, shifted=min(plan.shifted, length)),
                 attrs.evolve(plan, length=length, shifted=min(fewer, length)),
                 attrs.evolve(plan, length=length, beta=opposite),
@@ -247,7 +263,7 @@ class _Search:
         return [
             move
             for move in moves
-            if 1 <= move.shifted <= move.length < self._windows.total and 0 < move.beta < 1
+            if move.shifted <= move.length < self._windows.total and 0 < move.beta < 1
         ]
 
     def epsilon(self, plan: Plan) -> float:
@@ -258,9 +274,9 @@ class _Search:
 
 
 def _times(number: int, factor: float) -> int:
-    """A product, at least one more or one less."""
+    """A product, at least one more or one less, but never below 1."""
     moved = round(number * factor)
-    return moved if moved != number else number + (1 if factor > 1 else -1)
+    return max(1, moved if moved != number else number + (1 if factor > 1 else -1))
 
 
 class Windows:
