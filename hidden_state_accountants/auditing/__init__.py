@@ -1,14 +1,12 @@
 """Attacks that any claim about a run can be held against.
 
 A claim is refuted by a single run of its class whose exact divergence is larger. `audit` lets every
-attack of `ATTACKS` that knows the kind of run look for such a run. `monte_carlo_audit` tests a
-trainer, of any kind, as a black box.
+attack of `ATTACKS` that knows the kind of run look for such a run.
 """
 
 from hidden_state_accountants.auditing.audit import ATTACKS, AttackRow, AuditReport, audit
 from hidden_state_accountants.auditing.evidence import Attack, Evidence
 from hidden_state_accountants.auditing.linear_losses import LinearLosses
-from hidden_state_accountants.auditing.monte_carlo import MonteCarloAudit, monte_carlo_audit
 from hidden_state_accountants.auditing.quadratic_losses import QuadraticLosses
 
 __all__ = [
@@ -18,8 +16,6 @@ __all__ = [
     "AuditReport",
     "Evidence",
     "LinearLosses",
-    "MonteCarloAudit",
     "QuadraticLosses",
     "audit",
-    "monte_carlo_audit",
 ]

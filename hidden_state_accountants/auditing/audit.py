@@ -177,8 +177,7 @@ def audit(
     if not chosen:
         raise TypeError(
             f"Expected an event that an attack is about, got {type(event).__name__}: those of the "
-            "package are about LastIterateDpEvent. Give attacks of your own, or test a trainer of "
-            "any kind with hidden_state_accountants.auditing.monte_carlo_audit."
+            "package are about LastIterateDpEvent. Give attacks of your own (attacks=)."
         )
     tell = progress or (lambda line: None)
     if neighboring_relation is not None:
