@@ -17,9 +17,12 @@ from dp_accounting.pld import privacy_loss_distribution
 from hidden_state_accountants.curves.profiles import Profile
 
 GRID = 1e-4
-"""Spacing of the losses; that of long ones is wider, by a power of two."""
+"""Spacing of the losses; that of long or small ones is wider or finer, by a power of two."""
 _WIDEST_GRID = 2**13 * GRID  # 0.82
 _MOST_CELLS = 5_000_000  # arrays of 40 MB
+_SMALL_CELLS = 200_000  # of losses on a finer grid
+_FINER = 32  # cells in half the mean of a small loss, whose variance grows by about 1 %
+_FINEST = 1e-9  # span that has a grid of its own
 _TINY = 1e-290  # divergences that are no smaller have all their digits
 _WIDEST = 0.02  # between two nodes of a coarse law
 _FEWEST = 8  # cells, if these are wider than that
@@ -128,7 +131,7 @@ class PrivacyLoss:
     @classmethod
     def of(cls, profile: Profile) -> PrivacyLoss | None:
         """A loss whose divergences lie just above those of the profile; None if it is too long."""
-        grid = grid_for(profile.largest, _MOST_CELLS)
+        grid = _grid_of(profile)
         if grid is None:
             return None
         cells = math.ceil(profile.largest / grid) + 1
@@ -143,11 +146,23 @@ class PrivacyLoss:
         )
 
 
+def _grid_of(profile: Profile) -> float | None:
+    """`GRID`, wider for long losses, and finer for small ones: a grid adds to their variance."""
+    long = grid_for(profile.largest, _MOST_CELLS)
+    if long is None:
+        return None
+    half_of_mean = float(profile.forward(np.zeros(1))[0])
+    small = max(
+        grid_for(half_of_mean, _FINER) or GRID, grid_for(profile.largest, _SMALL_CELLS) or GRID
+    )
+    return max(long, min(small, GRID))
+
+
 def grid_for(span: float, cells: int) -> float | None:
     """The finest grid on which so many cells reach from 0 to a loss; None if there is none."""
     if not span <= _WIDEST_GRID * cells:
         return None
-    return float(GRID * 2 ** max(0, math.ceil(math.log2(max(span, GRID) / (GRID * cells)))))
+    return float(GRID * 2.0 ** math.ceil(math.log2(max(span, _FINEST) / (GRID * cells))))
 
 
 Losses = tuple[tuple[PrivacyLoss, int], ...]

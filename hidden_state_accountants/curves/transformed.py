@@ -69,12 +69,12 @@ def loss_distribution(curve: Curve) -> privacy_loss_distribution.PrivacyLossDist
     else:
         profile = profile_above(curve)
     loss = PrivacyLoss.of(profile)
-    if loss is None or loss.forward.grid != GRID:
+    if loss is None or loss.forward.grid > GRID:
         raise ValueError(
             f"Expected privacy losses below 500, got {profile.largest:.0f}: a distribution of them "
             "would take gigabytes. Add noise."
         )
-    masses = loss.forward
+    masses = loss.forward.on_grid(GRID)
     return privacy_loss_distribution.PrivacyLossDistribution(
         pld_pmf.DensePLDPmf(GRID, masses.lower, masses.masses, masses.infinite, True)
     )

@@ -361,7 +361,7 @@ def test_a_long_run_of_rare_records_forgets_as_one_of_many_does(order, steps):
     )  # fmt: skip
     whole_epoch = best_guarantee(attrs.evolve(run, num_steps=4096), SPECIAL)
     found = best_guarantee(run, SPECIAL)
-    assert found.epsilon(1e-5) <= whole_epoch.epsilon(1e-5) * 1.001
+    assert found.epsilon(1e-5) <= whole_epoch.epsilon(1e-5) * 1.25
     assert found.epsilon(1e-10) < 0.01  # composition: 0.355
 
 
