@@ -165,7 +165,7 @@ def segment_mu_squared(
     steps = stop - start
     if process.is_constant and not _may_be_cut(process, steps):
         return _from_common_start(process, start, stop, positions)
-    if len(positions) == 1:
+    if len(positions) == 1 < process.period:
         return np.array([_segment_at(process, start, stop, positions[0])])
     if process.is_constant and steps > LONG:
         if _only_batches_reach_the_domain(process, start, stop):

@@ -15,11 +15,10 @@ from collections.abc import Iterator
 import attrs
 import numpy as np
 
-from hidden_state_accountants.bounds.solvers.taut_string import Block, BlockStack
+from hidden_state_accountants.bounds.solvers.taut_string import NEAR, Block, BlockStack
 from hidden_state_accountants.process.noisy_process import NoisyProcess
 
 _FEW, _GROWTH = 8, 8  # blocks that are looked at together, and how many times more after them
-_NEAR = 1000  # starts of windows that differ by less than this part of their length are alike
 _LARGE = 2.0**150  # products are renormalised when they exceed it
 _SMALL = 2.0**-200  # of a product: what comes before hardly counts, and is not scanned
 _TINY = 1e-300  # what underflows is rounded up: no shift is forgotten
@@ -212,7 +211,7 @@ def mu_squared_by_windows(
             costs = blocks.cost_with(asked, shift[asked] / shift_unit * product)
             best[asked] = np.minimum(best[asked], costs)
             is_open[asked] = blocks.cost[asked] < best[asked]
-            next_start[asked] = step - 1 - (stop - start - step) // _NEAR
+            next_start[asked] = step - 1 - (stop - start - step) // NEAR
         if is_last or not is_open.any():
             break
         product *= c

@@ -25,6 +25,8 @@ _ZERO: Block = (0.0, 0.0, 0)
 _LARGE = 2.0**64  # products are renormalised when they leave [1/_LARGE, _LARGE]
 _TINY = 1e-300
 _CHUNK = 4096  # steps that a scan turns into Python numbers at a time
+NEAR = 1000
+"""Starts of windows that differ by less than this part of their length are alike."""
 
 
 def _add(left: Block, right: Block) -> Block:
@@ -152,14 +154,14 @@ def least_mu_squared(
             the recursion gives). The entries 0 and T are ignored.
 
     A longer suffix never costs less, so the scan from step T backwards stops as soon as the suffix
-    alone costs as much as the best start so far: O(window * log T) with a domain, else O(T).
+    alone costs as much as the best start so far: O(T), as of starts that are alike one is tried.
     """
     shift_unit = max(float(np.max(sensitivity)), initial_shift) or 1.0
     noise_unit = float(np.max(noise_std)) or 1.0
     scale = (shift_unit / noise_unit) ** 2
     stack = BlockStack(grows_left=True)
     product, exponent = 1.0, 0  # C_t = product * 2**exponent
-    best = math.inf
+    best, next_start = math.inf, len(contraction)
     for stop in range(len(contraction), 0, -_CHUNK):
         start = max(0, stop - _CHUNK)
         chunk = slice(start, stop)
@@ -177,8 +179,9 @@ def least_mu_squared(
             if not 1 / _LARGE < product < _LARGE:
                 product, power = math.frexp(product)
                 exponent += power
-            if known is not None and start + t and not math.isnan(known[t]):
+            if known is not None and 0 < start + t <= next_start and not math.isnan(known[t]):
                 best = min(best, stack.cost_with((known[t] * product, 0.0, exponent)))
+                next_start = start + t - 1 - (len(contraction) - start - t) // NEAR
             if stack.cost >= best:
                 return best * scale
     first = max(initial_shift / shift_unit, _TINY) if initial_shift else 0.0
