@@ -170,6 +170,28 @@ def test_other_layers_go_row_by_row(stack):
     assert ThroughLinearLayers.of(model, row_losses, keras_api.trained(model), x, y) is None
 
 
+class MixesNowAndThen(tf.keras.layers.Layer):
+    """As MixUp: one draw in some leaves the few rows of a small batch as they are."""
+
+    def __init__(self, draws_that_mix):
+        super().__init__()
+        self.number = tf.Variable(0, trainable=False)
+        self.draws_that_mix = tf.constant(draws_that_mix)
+
+    def call(self, x):
+        mixes = tf.gather(self.draws_that_mix, self.number.assign_add(1) % 4)
+        return tf.where(mixes, (x + tf.reverse(x, [0])) / 2, x)
+
+
+@pytest.mark.parametrize("draw", range(4))
+def test_rows_that_are_mixed_now_and_then(draw):
+    model = make([MixesNowAndThen([draw == k for k in range(4)]), head()])
+    x, y = tf.constant(X[:4]), tf.constant(Y[:4])
+    model(x)
+    losses = RowLosses(crossentropy())
+    assert ThroughLinearLayers.of(model, losses, keras_api.trained(model), x, y) is None
+
+
 class OneLayerForAll(HiddenStateModel):
     """Calls its one layer with the parts of all examples as rows, or with the examples turned."""
 
