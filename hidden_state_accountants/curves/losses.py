@@ -18,10 +18,12 @@ from hidden_state_accountants.curves.profiles import Profile
 
 GRID = 1e-4
 """Spacing of the losses; that of long or small ones is wider or finer, by a power of two."""
+STEP = 4
+"""Between the grids finer than `GRID`."""
 _WIDEST_GRID = 2**13 * GRID  # 0.82
 _MOST_CELLS = 5_000_000  # arrays of 40 MB
-_SMALL_CELLS = 200_000  # of losses on a finer grid
-_FINER = 32  # cells in half the mean of a small loss, whose variance grows by about 1 %
+_SMALL_CELLS = 200_000  # at most, of losses on a finer grid
+_FINER = 64  # cells at most in half the mean of a small loss, whose variance grows by 1 or 2 %
 _FINEST = 1e-9  # span that has a grid of its own
 _TINY = 1e-290  # divergences that are no smaller have all their digits
 _WIDEST = 0.02  # between two nodes of a coarse law
@@ -152,10 +154,11 @@ def _grid_of(profile: Profile) -> float | None:
     if long is None:
         return None
     half_of_mean = float(profile.forward(np.zeros(1))[0])
-    small = max(
-        grid_for(half_of_mean, _FINER) or GRID, grid_for(profile.largest, _SMALL_CELLS) or GRID
-    )
-    return max(long, min(small, GRID))
+    small = max(grid_for(half_of_mean, _FINER) or 0, grid_for(profile.largest, _SMALL_CELLS) or 0)
+    finer = 0
+    while GRID / STEP ** (finer + 1) >= small > 0:
+        finer += 1
+    return max(long, GRID / STEP**finer)
 
 
 def grid_for(span: float, cells: int) -> float | None:

@@ -359,9 +359,8 @@ def test_a_long_run_of_rare_records_forgets_as_one_of_many_does(order, steps):
         dataset_size=10**9, num_steps=steps, batch_order=order, weight_decay=0.1,
         loss=hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0),
     )  # fmt: skip
-    whole_epoch = best_guarantee(attrs.evolve(run, num_steps=4096), SPECIAL)
     found = best_guarantee(run, SPECIAL)
-    assert found.epsilon(1e-5) <= whole_epoch.epsilon(1e-5) * 1.25
+    assert found.epsilon(1e-5) < 2e-4  # composition of a million steps: 0.0162
     assert found.epsilon(1e-10) < 0.01  # composition: 0.355
 
 
