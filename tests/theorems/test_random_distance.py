@@ -385,6 +385,17 @@ def test_a_short_window_moves_its_split_with_its_length():
     assert best_guarantee(run, ONE).epsilon(1e-5) < 0.62  # was 0.6287
 
 
+def test_pasts_of_few_steps_have_laws_of_their_own():
+    """Ten steps: with the law of four steps before the window in place of three it was 23.43."""
+    run = hsa.LastIterateDpEvent(
+        noise_multiplier=hsa.Schedule([0.3227, 0.5487], [2, 8]), learning_rate=0.00729,
+        clip_norm=3.237, batch_size=8540, dataset_size=63_384, num_steps=10,
+        batch_order="without_replacement", weight_decay=1.244,
+        loss=hsa.LossGeometry.convex(smoothness=2.606, lipschitz=3.229),
+    )  # fmt: skip
+    assert best_guarantee(run, SPECIAL).epsilon(1e-5) < 23.15
+
+
 def test_a_window_that_hides_more_than_it_composes():
     """In a small domain most of the noise hides the distance: the best split is .5."""
     run = hsa.LastIterateDpEvent(

@@ -309,7 +309,7 @@ class Windows:
         """About what dominates the segment: good enough to choose."""
         start = self.total - plan.length
         # Pasts of nearly the same length share a law.
-        start = min(self.total, math.ceil(_NEAR ** math.ceil(math.log(start, _NEAR))))
+        start = min(self.total, int(_NEAR ** math.ceil(math.log(start, _NEAR))))
         if self._steps.is_constant and start >= self._memory:
             start = self.total
         if start not in self._rough_laws:
