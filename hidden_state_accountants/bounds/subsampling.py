@@ -72,6 +72,7 @@ _TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal one
 _FORGOTTEN = 1e-4  # the share of a step's sensitivity that distances before them may leave
 _NEARLY_FORGOTTEN = 1e-2
 _MOST_PLANS = 64
+_FEW_SEGMENTS = 8  # more of them are planned as a power of two
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
 _SMALL_DELTA = 1e-7  # from here on a second plan counts beside the first one
 
@@ -206,9 +207,9 @@ def _with_noise(event: LastIterateDpEvent, factor: float) -> LastIterateDpEvent:
 
 
 def _as_many(length: int, segments: list[tuple[int, int]]) -> int:
-    """As many segments of a length as a run amounts to, about: a power of two, to plan few."""
+    """As many segments of a length as a run amounts to, about, so that few are planned."""
     number = sum(min(1.0, (stop - start) / length) for start, stop in segments)
-    return 2 ** round(math.log2(number))
+    return round(number) if number < _FEW_SEGMENTS else 2 ** round(math.log2(number))
 
 
 @attrs.frozen(eq=False)

@@ -754,8 +754,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "rarer = _planned(event, relation, USUAL)",
             ),
             "segments_are_planned_alone": (
-                "return 2 ** round(math.log2(number))",
-                "return 1",
+                "return round(number) if number < _FEW_SEGMENTS else",
+                "return 1 if number < math.inf else",
             ),
             "long_runs_are_planned_as_short_ones": (
                 "start, stop = 0, min(longer, self.process.num_steps)",
