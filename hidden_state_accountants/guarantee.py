@@ -261,8 +261,7 @@ class Guarantee:
                 "on hyper-parameter selection need them. Use a guarantee that is Gaussian."
             )
         name = "Poisson" if shape == math.inf else f"truncated negative binomial (shape {shape:g})"
-        number = 6 if shape == math.inf else 2
-        theorem = f"Theorem {number} ({_SELECTION.authors}, arXiv {_SELECTION.arxiv})"
+        theorem = cited("Theorem 6" if shape == math.inf else "Theorem 2", _SELECTION)
         choice = Assumption.declared(
             f"the number of runs is drawn from the {name} distribution with mean {mean:g}, fixed "
             "in advance, and is never published; every run draws its hyper-parameters at random "
@@ -373,6 +372,11 @@ class Guarantee:
     def cite(self) -> str:
         """BibTeX of the papers behind the theorems that were used, and of this package."""
         return bibtex(self.citations)
+
+
+def cited(theorem: str, paper: Citation) -> str:
+    """How a guarantee names a theorem of a paper."""
+    return f"{theorem} ({paper.authors}, arXiv {paper.arxiv})"
 
 
 def relation_in_words(relation: NeighboringRelation, group_size: int) -> str:

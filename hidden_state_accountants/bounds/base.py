@@ -18,7 +18,7 @@ from hidden_state_accountants.curves.base import Curve, with_delta
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.guarantee import Assumption, Guarantee, replace_assumptions
+from hidden_state_accountants.guarantee import Assumption, Guarantee, cited, replace_assumptions
 from hidden_state_accountants.process import conditions
 from hidden_state_accountants.process.conditions import Unmet, UnmetCondition
 
@@ -100,7 +100,7 @@ class Bound(abc.ABC):
 
     def cited(self, theorem: str) -> str:
         """How a guarantee names a theorem of the paper."""
-        return f"{theorem} ({self.paper.authors}, arXiv {self.paper.arxiv})"
+        return cited(theorem, self.paper)
 
     def at_a_glance(self, event: Any) -> Unmet:
         """What rules a run of `event_type` out before anything is computed."""

@@ -69,7 +69,7 @@ class ComposedLoss:
         directions = [[(loss.forward, count) for loss, count in parts]]
         if not all(loss.is_symmetric for loss, _ in parts):
             directions.append([(loss.backward, count) for loss, count in parts])
-        self._directions = [[_Direction(Parts(d, grid)) for grid in _grids(d)] for d in directions]
+        self._directions = [list(map(_Direction, _on_grids(losses))) for losses in directions]
 
     @property
     def infinite(self) -> float:
@@ -235,16 +235,16 @@ def _size_above(number: int) -> int:
     return power * 3 // 4 if power * 3 // 4 > number else power
 
 
-def _grids(parts: Sequence[tuple[LossMasses, int]]) -> list[float]:
-    """The finest one on which the first deltas take no window that is too long, and wider ones."""
+def _on_grids(parts: Sequence[tuple[LossMasses, int]]) -> list[Parts]:
+    """On the finest grid whose first deltas take no window that is too long, and on wider ones."""
     finest = max(masses.grid for masses, _ in parts)
-    rough = Parts(parts, finest)
-    tilt = rough.next_tilt(rough.rough_tilt(0.0))
+    found = Parts(parts, finest)
+    tilt = found.next_tilt(found.rough_tilt(0.0))
     length = max(tilt.mean, 0.0) + _DEVIATIONS * math.sqrt(tilt.variance)
     grids = [max(finest, grid_for(length, _CELLS) or 0.0)]
     while grids[-1] * STEP <= GRID:
         grids.append(grids[-1] * STEP)
-    return grids
+    return [found if grid == finest else Parts(parts, grid) for grid in grids]
 
 
 def _norm_of_weights(theta: float, size: int, grid: float) -> float:

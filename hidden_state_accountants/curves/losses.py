@@ -154,11 +154,13 @@ def _grid_of(profile: Profile) -> float | None:
     if long is None:
         return None
     half_of_mean = float(profile.forward(np.zeros(1))[0])
-    small = max(grid_for(half_of_mean, _FINER) or 0, grid_for(profile.largest, _SMALL_CELLS) or 0)
-    finer = 0
-    while GRID / STEP ** (finer + 1) >= small > 0:
-        finer += 1
-    return max(long, GRID / STEP**finer)
+    small = max(
+        grid_for(half_of_mean, _FINER) or GRID, grid_for(profile.largest, _SMALL_CELLS) or GRID
+    )
+    grid = GRID
+    while grid / STEP >= small:
+        grid /= STEP
+    return max(long, grid)
 
 
 def grid_for(span: float, cells: int) -> float | None:

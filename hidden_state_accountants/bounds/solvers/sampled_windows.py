@@ -116,13 +116,14 @@ def _best_plan(
 ) -> Plan | None:
     """As `best_plan`, of windows whose laws are kept from one delta to the next."""
     plan: Plan | None = None
-    whole = scale = _scale_of(windows.whole(), profile_of, delta, count)
+    quick_at = functools.partial(QuickLosses, profile_of, delta, count=count)
+    whole = scale = _scale_of(windows.whole(), quick_at)
     if whole and before:  # that of any window is nearer to the smallest one
         late = windows.rough(Plan(windows.total - 1, windows.total - 1, split(_SPLITS[0])))
-        scale = min(whole, _scale_of(late, profile_of, delta, count) or whole)
+        scale = min(whole, _scale_of(late, quick_at) or whole)
     epsilon = math.inf
     while scale > 0:
-        search = _Search(windows, QuickLosses(profile_of, delta, scale, count))
+        search = _Search(windows, quick_at(scale))
         epsilon, plan = search.on_grid(math.inf if plan is None else search.epsilon(plan), plan)
         if plan is None and scale < whole:  # all windows are far above the scale
             scale = min(whole, scale * _STEP)
@@ -148,10 +149,11 @@ def moved(
 ) -> Plan:
     """What short moves make of a plan for these steps or others; arguments as for `best_plan`."""
     windows = Windows(steps)
-    scale = _scale_of(windows.rough(plan), profile_of, delta, count)
+    quick_at = functools.partial(QuickLosses, profile_of, delta, count=count)
+    scale = _scale_of(windows.rough(plan), quick_at)
     if not scale:
         return plan
-    search = _Search(windows, QuickLosses(profile_of, delta, scale, count))
+    search = _Search(windows, quick_at(scale))
     return search.moved(search.epsilon(plan), plan, _SHORT_MOVES)[1]
 
 
@@ -160,13 +162,11 @@ def window_of(steps: SampledSteps, plan: Plan) -> Window:
     return Windows(steps).window(plan, *_FINE)
 
 
-def _scale_of(
-    window: Window, profile_of: Callable[[float], Profile], delta: float, count: int
-) -> float:
+def _scale_of(window: Window, quick_at: Callable[[float], QuickLosses]) -> float:
     """Epsilon of a window; at least right to a factor of 3, or 0."""
     scale = 1.0
     for _ in range(40):
-        epsilon = QuickLosses(profile_of, delta, scale, count).epsilon(window)
+        epsilon = quick_at(scale).epsilon(window)
         if epsilon == 0 or scale / 3 < epsilon < scale * 3:
             return epsilon
         scale = min(max(epsilon, scale / _STEP), scale * _STEP)
