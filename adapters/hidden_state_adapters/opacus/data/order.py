@@ -277,8 +277,8 @@ def refuse_repeated_records(dataset: Any) -> None:
         if _has_repeated_records(dataset):
             raise UnsupportedRunError(
                 "Expected every record once per epoch, got a ConcatDataset that holds a record "
-                "twice (the same data set, the same tensors behind two, or subsets that overlap): "
-                "one person would count once but act twice. Remove the copy."
+                "twice (the same data set, the same tensors behind two, or subsets or slices that "
+                "overlap): one person would count once but act twice. Remove the copy."
             )
 
 
@@ -289,14 +289,14 @@ def _has_repeated_records(dataset: ConcatDataset) -> bool:
         for source, places in _places(part):
             found.setdefault(source, []).append(places)
     return any(
-        len(np.unique(np.concatenate(groups))) < sum(map(len, groups))
+        len(np.unique(np.concatenate(groups), axis=0)) < sum(map(len, groups))
         for groups in found.values()
         if len(groups) > 1
     )
 
 
 def _places(dataset: Any) -> Iterator[tuple[Hashable, np.ndarray]]:
-    """Where the records of a data set lie: sources, and the places of records in each."""
+    """Yields sources of records, and a row of integers for each record: its place in the source."""
     if isinstance(dataset, ConcatDataset):
         for part in dataset.datasets:
             yield from _places(part)
@@ -305,14 +305,12 @@ def _places(dataset: Any) -> Iterator[tuple[Hashable, np.ndarray]]:
         while isinstance(dataset, Subset):
             indices = _from_the_start(np.asarray(dataset.indices)[indices], dataset.dataset)
             dataset = dataset.dataset
-        yield _source(dataset), indices
-
-
-def _source(dataset: Any) -> Hashable:
-    """Equal for data sets whose elements with the same index are the same records."""
-    if isinstance(dataset, TensorDataset):
-        return tuple((t.data_ptr(), t.stride()) for t in dataset.tensors)
-    return id(dataset)
+        if not isinstance(dataset, TensorDataset):
+            yield id(dataset), indices[:, None]
+            return
+        rows = [t.storage_offset() + indices * t.stride(0) for t in dataset.tensors]
+        storages = tuple(tensor.untyped_storage().data_ptr() for tensor in dataset.tensors)
+        yield storages, np.stack(rows, axis=1)
 
 
 def _from_the_start(indices: Sequence[int], dataset: Any) -> np.ndarray:
