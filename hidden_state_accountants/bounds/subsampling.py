@@ -133,13 +133,15 @@ class Subsampling(HiddenStateBound):
         run = _planned(event, relation)
         curve = with_delta(run.released_curve(event), run.failure)
         if run.failure <= USUAL.failure:  # as planned
-
-            def small() -> Curve:
-                rarer = _planned(event, relation, FOR_SMALL_DELTAS)
-                return with_delta(rarer.released_curve(event), rarer.failure)
-
+            small = functools.partial(_for_small_deltas, event, relation)
             curve = best_curve([curve, CurveForSmallDeltas(curve, _SMALL_DELTA, small)])
         return Proof(curve=curve, theorem=f"{self.cited('Theorem C')}, sampled batches")
+
+
+def _for_small_deltas(event: LastIterateDpEvent, relation: NeighboringRelation) -> Curve:
+    """By the plan for smaller deltas."""
+    run = _planned(event, relation, FOR_SMALL_DELTAS)
+    return with_delta(run.released_curve(event), run.failure)
 
 
 def _planned(

@@ -33,7 +33,7 @@ from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import ComposableCurve, Curve, GaussianCurve
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import Losses, losses_of
-from hidden_state_accountants.curves.profiles import Deltas, Profile
+from hidden_state_accountants.curves.profiles import Profile
 
 _RATIO = 1.01  # of neighbouring nodes
 _COUNT = 1600  # of nodes
@@ -212,13 +212,9 @@ def zeroed_without_replacement(mu: float, rate: float) -> Profile:
         mu: The gradient bound over the noise: of the record, and of the stand-in.
         rate: The probability that the batch holds the record.
     """
-
-    def forward(epsilon: np.ndarray) -> np.ndarray:
-        return profiles.sampled_deltas(_between(mu, rate, base_is_far=True), rate, epsilon)
-
-    def backward(epsilon: np.ndarray) -> np.ndarray:
-        return profiles.sampled_deltas(profiles.gaussian(mu).forward, rate, epsilon)
-
+    between = functools.partial(_between, mu, rate, True)
+    forward = functools.partial(profiles.sampled_deltas, between, rate)
+    backward = functools.partial(profiles.sampled_deltas, profiles.gaussian(mu).forward, rate)
     return Profile(forward, backward, _largest(2 * mu, rate))
 
 
@@ -229,14 +225,12 @@ def replaced_in_poisson_batch(mu: float, rate: float) -> Profile:
         mu: The gradient bound over the noise, of both records.
         rate: The probability that the record joins.
     """
-
-    def deltas(epsilon: np.ndarray) -> np.ndarray:
-        return profiles.sampled_deltas(_between(mu, rate, base_is_far=False), rate, epsilon)
-
+    between = functools.partial(_between, mu, rate, False)
+    deltas = functools.partial(profiles.sampled_deltas, between, rate)
     return Profile(deltas, deltas, _largest(2 * mu, rate))
 
 
-def _between(mu: float, rate: float, *, base_is_far: bool) -> Deltas:
+def _between(mu: float, rate: float, base_is_far: bool, epsilon: np.ndarray) -> np.ndarray:
     r"""What the record's Gaussian has over a mixture of one at mu and one at 2 mu from it.
 
     All three are on one line, so that the largest difference is that of a half-line. With y the
@@ -248,24 +242,21 @@ def _between(mu: float, rate: float, *, base_is_far: bool) -> Deltas:
         mu: The smaller one of the two distances.
         rate: q.
         base_is_far: Whether the outputs without the record are at 2 mu, and the other ones at mu.
+        epsilon: At which epsilons >= 0.
     """
-
-    def deltas(epsilon: np.ndarray) -> np.ndarray:
-        base = np.minimum((rate - 1) * np.expm1(-epsilon), 1.0)  # 1 - beta
-        with np.errstate(divide="ignore"):
-            far, near = np.log(base), np.log1p(-base)
-        if not base_is_far:
-            far, near = near, far
-        linear = near + mu * mu / 2
-        root = np.logaddexp(2 * linear, math.log(4) + far - epsilon) / 2
-        log_y = math.log(2) - epsilon - np.logaddexp(linear, root)
-        share = np.minimum(np.exp(far + epsilon + 2 * log_y), 1.0)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            at_far = epsilon + far - np.log(share)
-            at_near = epsilon + near - np.log1p(-share)
-        return _share_of(share, 2 * mu, at_far) + _share_of(1 - share, mu, at_near)
-
-    return deltas
+    base = np.minimum((rate - 1) * np.expm1(-epsilon), 1.0)  # 1 - beta
+    with np.errstate(divide="ignore"):
+        far, near = np.log(base), np.log1p(-base)
+    if not base_is_far:
+        far, near = near, far
+    linear = near + mu * mu / 2
+    root = np.logaddexp(2 * linear, math.log(4) + far - epsilon) / 2
+    log_y = math.log(2) - epsilon - np.logaddexp(linear, root)
+    share = np.minimum(np.exp(far + epsilon + 2 * log_y), 1.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        at_far = epsilon + far - np.log(share)
+        at_near = epsilon + near - np.log1p(-share)
+    return _share_of(share, 2 * mu, at_far) + _share_of(1 - share, mu, at_near)
 
 
 def _share_of(share: np.ndarray, mu: float, epsilon: np.ndarray) -> np.ndarray:

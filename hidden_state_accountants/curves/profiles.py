@@ -8,6 +8,7 @@ values above it.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -37,6 +38,8 @@ _FAR_NODES, _TINY = 12.0, 1e-25  # a Gaussian has 2e-33 beyond _FAR_NODES: nothi
 class Profile:
     """The divergences of a pair (P, Q) of outputs on neighbouring data sets.
 
+    Both are functions of a module, or partial ones of those, so that a curve can be pickled.
+
     Attributes:
         forward: epsilon to sup_S P(S) - e^epsilon Q(S).
         backward: epsilon to sup_S Q(S) - e^epsilon P(S); the same object if the pair is symmetric.
@@ -55,30 +58,29 @@ class Profile:
 
 def gaussian(mu: float) -> Profile:
     """N(mu, 1) against N(0, 1)."""
-
-    def deltas(epsilon: np.ndarray) -> np.ndarray:
-        return deltas_from_mu(mu, epsilon)
-
+    deltas = functools.partial(deltas_from_mu, mu)
     return Profile(deltas, deltas, mu * (mu / 2 + _FAR))
 
 
 def gaussian_mixture(weights: np.ndarray, mus: np.ndarray) -> Profile:
     """One of several Gaussian pairs, drawn with the weights as probabilities, and revealed."""
-
-    def deltas(epsilon: np.ndarray) -> np.ndarray:
-        parts = (w * deltas_from_mu(mu, epsilon) for w, mu in zip(weights, mus, strict=True))
-        return sum(parts, np.zeros(epsilon.shape))
-
+    deltas = functools.partial(_mixture_deltas, weights, mus)
     return Profile(deltas, deltas, float(mus.max() * (mus.max() / 2 + _FAR)))
+
+
+def _mixture_deltas(weights: np.ndarray, mus: np.ndarray, epsilon: np.ndarray) -> np.ndarray:
+    parts = (w * deltas_from_mu(mu, epsilon) for w, mu in zip(weights, mus, strict=True))
+    return sum(parts, np.zeros(epsilon.shape))
 
 
 def laplace(scale: float) -> Profile:
     """Laplace noise of this scale on a value that moves by 1."""
-
-    def deltas(epsilon: np.ndarray) -> np.ndarray:
-        return -np.expm1(np.minimum(epsilon - 1 / scale, 0.0) / 2)
-
+    deltas = functools.partial(_laplace_deltas, scale)
     return Profile(deltas, deltas, 1 / scale)
+
+
+def _laplace_deltas(scale: float, epsilon: np.ndarray) -> np.ndarray:
+    return -np.expm1(np.minimum(epsilon - 1 / scale, 0.0) / 2)
 
 
 def sampled_deltas(whole: Deltas, rate: float, epsilon: np.ndarray) -> np.ndarray:
@@ -100,10 +102,7 @@ def without_replacement(whole: Profile, rate: float) -> Profile:
     Symmetric by definition: it covers both directions of the pair, also where they change from one
     step to the next.
     """
-
-    def deltas(epsilon: np.ndarray) -> np.ndarray:
-        return sampled_deltas(whole.forward, rate, epsilon)
-
+    deltas = functools.partial(sampled_deltas, whole.forward, rate)
     return Profile(deltas, deltas, _sampled_epsilon(whole.largest, rate))
 
 
@@ -115,21 +114,20 @@ def poisson(whole: Profile, rate: float) -> Profile:
     .. math:: \sup_S Q(S) - e^\varepsilon P(S) =
               q\,\gamma\,e^\varepsilon\,\delta(-\log\gamma), \qquad 0 \text{ if } \gamma \le 0.
     """
-
-    def forward(epsilon: np.ndarray) -> np.ndarray:
-        return sampled_deltas(whole.forward, rate, epsilon)
-
-    def backward(epsilon: np.ndarray) -> np.ndarray:
-        epsilon = np.minimum(epsilon, _LARGEST_EXPONENT)  # delta falls: no smaller there
-        # rounded up: where gamma is next to 0 it has no digits left
-        gamma = np.clip(1 + np.expm1(-epsilon) / rate + _ROUNDING, 0.0, 1.0)
-        result = np.zeros(epsilon.shape)
-        inside = gamma > 0
-        factor = rate * gamma[inside] * np.exp(epsilon[inside])
-        result[inside] = factor * whole.forward(-np.log(gamma[inside]))
-        return result
-
+    forward = functools.partial(sampled_deltas, whole.forward, rate)
+    backward = functools.partial(_without_the_record, whole.forward, rate)
     return Profile(forward, backward, _sampled_epsilon(whole.largest, rate))
+
+
+def _without_the_record(whole: Deltas, rate: float, epsilon: np.ndarray) -> np.ndarray:
+    epsilon = np.minimum(epsilon, _LARGEST_EXPONENT)  # delta falls: no smaller there
+    # rounded up: where gamma is next to 0 it has no digits left
+    gamma = np.clip(1 + np.expm1(-epsilon) / rate + _ROUNDING, 0.0, 1.0)
+    result = np.zeros(epsilon.shape)
+    inside = gamma > 0
+    factor = rate * gamma[inside] * np.exp(epsilon[inside])
+    result[inside] = factor * whole(-np.log(gamma[inside]))
+    return result
 
 
 def _sampled_epsilon(epsilon: float, rate: float) -> float:
@@ -146,16 +144,17 @@ def polygon(epsilons: np.ndarray, values: np.ndarray) -> Deltas:
         epsilons: Ascending, from 0 on.
         values: Falling, shape of the epsilons.
     """
-    corners = np.expm1(epsilons)
+    return functools.partial(_polygon_deltas, np.expm1(epsilons), float(epsilons[-1]), values)
 
-    def deltas(epsilon: np.ndarray) -> np.ndarray:
-        x = np.expm1(np.minimum(epsilon, epsilons[-1]))
-        right = np.minimum(np.searchsorted(corners, x), len(corners) - 1)
-        # Where the values fall steeply the interpolation cancels.
-        inside = np.maximum(np.interp(x, corners, values), values[right])
-        return np.asarray(inside + _ROUNDING_OF_POLYGONS * values[np.maximum(right - 1, 0)])
 
-    return deltas
+def _polygon_deltas(
+    corners: np.ndarray, last: float, values: np.ndarray, epsilon: np.ndarray
+) -> np.ndarray:
+    x = np.expm1(np.minimum(epsilon, last))
+    right = np.minimum(np.searchsorted(corners, x), len(corners) - 1)
+    # Where the values fall steeply the interpolation cancels.
+    inside = np.maximum(np.interp(x, corners, values), values[right])
+    return np.asarray(inside + _ROUNDING_OF_POLYGONS * values[np.maximum(right - 1, 0)])
 
 
 def many_gaussians(weights: np.ndarray, mus: np.ndarray, smallest: float) -> Profile:

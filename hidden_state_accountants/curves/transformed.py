@@ -182,17 +182,22 @@ def after_selection(curve: Curve, mean: float, shape: float) -> RdpCurve:
     """
     orders = _orders_of(curve)
     if shape == math.inf:
-
-        def poisson(orders: np.ndarray) -> np.ndarray:
-            deltas = [curve.delta(math.log1p(1 / (order - 1))) for order in orders.ravel()]
-            extra = mean * np.reshape(deltas, orders.shape)
-            return np.asarray(curve.rdp(orders) + extra + math.log(mean) / (orders - 1))
-
-        return RdpCurve(poisson, orders)
+        return RdpCurve(functools.partial(_best_of_poisson_number, curve, mean), orders)
     log_inverse = -math.log(_gamma(mean, shape))
     others = (1 - 1 / orders) * curve.rdp(orders) + log_inverse / orders
     fixed = (1 + shape) * float(np.min(others))
-    return RdpCurve(lambda at: curve.rdp(at) + fixed + math.log(mean) / (at - 1), orders)
+    return RdpCurve(functools.partial(_best_of_number, curve, mean, fixed), orders)
+
+
+def _best_of_poisson_number(curve: Curve, mean: float, orders: np.ndarray) -> np.ndarray:
+    deltas = [curve.delta(math.log1p(1 / (order - 1))) for order in orders.ravel()]
+    return _best_of_number(curve, mean, mean * np.reshape(deltas, orders.shape), orders)
+
+
+def _best_of_number(
+    curve: Curve, mean: float, extra: np.ndarray | float, orders: np.ndarray
+) -> np.ndarray:
+    return np.asarray(curve.rdp(orders) + extra + math.log(mean) / (orders - 1))
 
 
 def _orders_of(curve: Curve) -> np.ndarray:

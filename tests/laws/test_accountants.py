@@ -1,7 +1,9 @@
 """What must hold for any accountant, on every relation."""
 
+import copy
 import itertools
 import math
+import pickle
 
 import dp_accounting
 import numpy as np
@@ -407,6 +409,28 @@ def test_constant_runs_and_bounded_domains_agree_with_all_positions():
                 ]
                 worst = hsa.LastIterateAccountant().compose(cyclic_run(**make)).guarantee.mu
                 assert worst == pytest.approx(max(mus), rel=1e-12)
+
+
+@pytest.mark.parametrize("relation", [REPLACE_SPECIAL, REPLACE_ONE])
+@pytest.mark.parametrize("order", list(hsa.BatchOrder))
+def test_accountants_and_guarantees_can_be_copied_and_pickled(order, relation):
+    size = 1000 if order == hsa.BatchOrder.FULL else 100
+    event = cyclic_run(batch_order=order, batch_size=size, dataset_size=1000, num_steps=10)
+    accountant = hsa.LastIterateAccountant(relation).compose(event)
+    for make_copy in (copy.deepcopy, lambda original: pickle.loads(pickle.dumps(original))):
+        before = make_copy(accountant)
+        epsilon, small = accountant.get_epsilon(1e-5), accountant.get_epsilon(1e-9)
+        assert before.get_epsilon(1e-5) == epsilon
+        after, guarantee = make_copy(accountant), make_copy(accountant.guarantee)
+        assert after.get_epsilon(1e-9) == guarantee.epsilon(1e-9) == small
+        assert after.compose(event).get_epsilon(1e-5) > epsilon
+
+
+@pytest.mark.parametrize("shape", [1, math.inf])
+def test_guarantee_of_the_best_of_several_runs_can_be_pickled(shape):
+    guarantee = hsa.LastIterateAccountant().compose(cyclic_run()).guarantee
+    selected = guarantee.after_selection(5, shape)
+    assert pickle.loads(pickle.dumps(selected)).epsilon(1e-5) == selected.epsilon(1e-5)
 
 
 def test_guarantee_rejects_bad_arguments():

@@ -750,8 +750,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "curve = run.released_curve(event)",
             ),
             "second_plan_is_the_first_one": (
-                "rarer = _planned(event, relation, FOR_SMALL_DELTAS)",
-                "rarer = _planned(event, relation, USUAL)",
+                "run = _planned(event, relation, FOR_SMALL_DELTAS)",
+                "run = _planned(event, relation, USUAL)",
             ),
             "segments_are_planned_alone": (
                 "return round(number) if number < _FEW_SEGMENTS else",
@@ -816,14 +816,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "return profiles.without_replacement(profiles.gaussian(mu), rate)",
             ),
             "zeroed_record_takes_an_empty_place": (
-                "return profiles.sampled_deltas(_between(mu, rate, base_is_far=True), "
-                "rate, epsilon)",
-                "return profiles.sampled_deltas(profiles.gaussian(mu).forward, rate, epsilon)",
+                "between = functools.partial(_between, mu, rate, True)",
+                "between = profiles.gaussian(mu).forward",
             ),
             "replaced_record_counts_once": (
-                "return profiles.sampled_deltas(_between(mu, rate, base_is_far=False), "
-                "rate, epsilon)",
-                "return profiles.sampled_deltas(profiles.gaussian(mu).forward, rate, epsilon)",
+                "between = functools.partial(_between, mu, rate, False)",
+                "between = profiles.gaussian(mu).forward",
             ),
             "pair_is_that_of_its_smaller_direction": (
                 "return Profile(forward, backward, _largest(2 * mu, rate))",
@@ -1011,8 +1009,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "core/test_guarantee_forms.py": {
             "best_of_a_poisson_number_of_runs_costs_one_delta": (
-                "extra = mean * np.reshape(deltas, orders.shape)",
-                "extra = np.reshape(deltas, orders.shape)",
+                "mean * np.reshape(deltas, orders.shape), orders)",
+                "np.reshape(deltas, orders.shape), orders)",
             ),
             "best_of_a_poisson_number_of_runs_forgets_how_many": (
                 "extra + math.log(mean) / (orders - 1))",
