@@ -1012,17 +1012,13 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "mean * np.reshape(deltas, orders.shape), orders)",
                 "np.reshape(deltas, orders.shape), orders)",
             ),
-            "best_of_a_poisson_number_of_runs_forgets_how_many": (
+            "best_of_a_number_of_runs_forgets_how_many": (
                 "extra + math.log(mean) / (orders - 1))",
                 "extra)",
             ),
             "best_of_many_runs_forgets_the_shape": (
                 "fixed = (1 + shape) * float(np.min(others))",
                 "fixed = float(np.min(others))",
-            ),
-            "best_of_many_runs_forgets_how_many": (
-                "+ fixed + math.log(mean) / (at - 1), orders)",
-                "+ fixed, orders)",
             ),
         },
     },
