@@ -14,6 +14,7 @@ import attrs
 import numpy as np
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_accountants.events.batch_order import batches_per_pass
 from hidden_state_adapters.binomial import DRAWN_BITS, Binomial
 
 _KEY_RANGE = 2**64
@@ -127,6 +128,8 @@ class BatchPlan:
     Attributes:
         share: What this process uses of every batch; all of it, unless another one is assigned.
         max_batch_size: The cap of POISSON batches, or None.
+        sampling_rate: The probability with which a record joins a POISSON batch, if it is not b/n;
+            or None.
 
     Args:
         records: The indices of all records, in an order that does not depend on them; public.
@@ -137,6 +140,7 @@ class BatchPlan:
 
     share = Share()
     max_batch_size: int | None = None
+    sampling_rate: float | None = None
     draws_every_step = False  # a step is not one of l steps of an epoch
 
     def __init__(
@@ -147,12 +151,7 @@ class BatchPlan:
     @property
     def num_batches(self) -> int:
         """Batches of one pass of the loader."""
-        return -(-len(self.records) // self.batch_size)
-
-    @property
-    def sampling_rate(self) -> float | None:
-        """The probability with which a record joins a POISSON batch, if it is not b/n; or None."""
-        return None
+        return batches_per_pass(self.batch_size, len(self.records), self.sampling_rate)
 
     @property
     def is_secret(self) -> bool:
@@ -325,8 +324,8 @@ class ReshuffledPlan(BatchPlan):
 class SampledPlan(BatchPlan):
     """A fresh random batch in every step: POISSON and WITHOUT_REPLACEMENT.
 
-    POISSON: every record joins by itself with probability 1/num_batches, rounded down to a multiple
-    of 2**-64. So the size of a batch is binomial, and all batches of one size are equally likely:
+    POISSON: every record joins by itself at the sampling rate, rounded down to a multiple of
+    2**-64. So the size of a batch is binomial, and all batches of one size are equally likely:
     the size is drawn first, and then a uniform subset, which takes as long as the batch is large,
     however many records there are. The distance in total variation is that of `Binomial`, below
     2**-200 for a step. If more than `max_batch_size` join, a uniform subset of that many stays and
@@ -341,7 +340,7 @@ class SampledPlan(BatchPlan):
         order: POISSON or WITHOUT_REPLACEMENT.
         keys: Where the randomness comes from.
         max_batch_size: The cap of POISSON batches, or None.
-        num_batches: Batches of one pass; None is n/b, rounded up.
+        sampling_rate: The rate of POISSON batches, if it is not b/n; or None.
     """
 
     draws_every_step = True
@@ -353,27 +352,15 @@ class SampledPlan(BatchPlan):
         order: BatchOrder,
         keys: RandomKeys,
         max_batch_size: int | None = None,
-        num_batches: int | None = None,
+        sampling_rate: float | None = None,
     ):
         super().__init__(records, batch_size, order, keys)
         self._random, self._records, self.max_batch_size = keys, _indexed(records), max_batch_size
-        self._num_batches = num_batches or super().num_batches
-        share = _KEY_RANGE // self._num_batches
+        self.sampling_rate = sampling_rate
+        rate = batch_size / len(records) if sampling_rate is None else sampling_rate
         is_poisson = order is BatchOrder.POISSON
-        self._law = Binomial(len(records), share) if is_poisson else None
+        self._law = Binomial(len(records), int(rate * _KEY_RANGE)) if is_poisson else None
         self._batches: dict[int, list[int]] = {}
-
-    @property
-    def num_batches(self) -> int:
-        """Batches of one pass of the loader."""
-        return self._num_batches
-
-    @property
-    def sampling_rate(self) -> float | None:
-        """The probability with which a record joins a POISSON batch, if it is not b/n; or None."""
-        rate = 1 / self._num_batches
-        is_exact = rate == self.batch_size / len(self.records)
-        return None if is_exact or self.order is not BatchOrder.POISSON else rate
 
     @property
     def description(self) -> str:
@@ -381,7 +368,10 @@ class SampledPlan(BatchPlan):
         if self.order is BatchOrder.WITHOUT_REPLACEMENT:
             return "indices of the batches: b records drawn anew for every step, one step each"
         cap = "" if self.max_batch_size is None else f", at most {self.max_batch_size}"
-        rate = "b/n" if self.sampling_rate is None else f"1/{self._num_batches}"
+        rate = "b/n"
+        if self.sampling_rate is not None:
+            is_inverse = self.sampling_rate == 1 / self.num_batches
+            rate = f"1/{self.num_batches}" if is_inverse else f"{self.sampling_rate:.8g}"
         return (
             "indices of the batches: every record drawn by itself for every step with probability "
             f"{rate}{cap}, one step each, empty batches included"
@@ -437,8 +427,10 @@ def poisson_plan(
         keys: Where the randomness comes from.
         max_batch_size: The cap, or None.
     """
-    divisor = max(1, int(len(records) * (1 / num_batches)))  # as in Opacus, to the last bit
-    return SampledPlan(records, divisor, BatchOrder.POISSON, keys, max_batch_size, num_batches)
+    rate, size = 1 / num_batches, len(records)
+    divisor = max(1, int(size * rate))  # as in Opacus, to the last bit
+    own = None if rate == divisor / size else rate
+    return SampledPlan(records, divisor, BatchOrder.POISSON, keys, max_batch_size, own)
 
 
 def _indexed(records: Sequence[int]) -> range | np.ndarray:

@@ -46,6 +46,7 @@ from misuse_of_runs import (
     more_rows,
     moved_and_trained_again,
     no_rows,
+    number_of_records_in_the_divisor,
     older_pass_goes_on,
     one_batch_ahead,
     one_batch_ahead_and_an_older_one_again,
@@ -614,6 +615,7 @@ MISUSES = (
     Misuse(23, noise_seeded_again, DECLARED, None),
     Misuse(23, noise_seeded_for_every_step, DECLARED, None),
     # Several runs, and runs that ended.
+    Misuse(9, number_of_records_in_the_divisor, "constant rate and divisor", None, goes_on=OPACUS),
     Misuse(26, accounted_again, "no other engine has trained|took no step", "without steps, got",
            goes_on=BOTH),
     Misuse(26, older_run_goes_on, "This run ended when make_private was called again", None,

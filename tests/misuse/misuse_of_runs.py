@@ -229,6 +229,11 @@ def a_smaller_last_microbatch(trial):
     trial.epoch()
 
 
+def number_of_records_in_the_divisor(trial):
+    trial.begin_under_add_or_remove()
+    trial.epoch()
+
+
 def microbatches_under_add_or_remove(trial):
     trial.group(1, batch_order="poisson", neighboring_relation="add_or_remove_one")
     trial.epoch()

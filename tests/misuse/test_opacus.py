@@ -129,7 +129,7 @@ class OpacusTrial(Trial):
             self.generator = torch.Generator().manual_seed(self.seed)
         self.private, self.optimizer, self.loader = self.made_private(self.engine)
 
-    def made_private(self, engine, module=None):
+    def made_private(self, engine, module=None, order="cyclic"):
         optimizer = self.base(self.model.head, self.start["learning_rate"])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Opacus: secure mode is off
@@ -139,7 +139,7 @@ class OpacusTrial(Trial):
                 data_loader=DataLoader(data(), batch_size=BATCH),
                 noise_multiplier=self.start["noise_multiplier"],
                 max_grad_norm=self.start["clip_norm"],
-                batch_order="cyclic",
+                batch_order=order,
                 criterion=self.criterion,
                 noise_generator=self.generator,
                 **self.arguments,
@@ -305,6 +305,10 @@ class OpacusTrial(Trial):
 
     def account_again(self):
         self.made_private(HiddenStatePrivacyEngine())
+
+    def begin_under_add_or_remove(self):
+        self.engine = HiddenStatePrivacyEngine(neighboring_relation="add_or_remove_one")
+        self.private, self.optimizer, self.loader = self.made_private(self.engine, order="poisson")
 
     def start_another_run(self):
         self.made_private(self.engine, self.private)

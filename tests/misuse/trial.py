@@ -177,6 +177,10 @@ class Trial:
         """With a fresh optimizer and a fresh account, on the model as it is."""
         raise NotImplementedError("an engine composes its runs")
 
+    def begin_under_add_or_remove(self):
+        """Poisson batches, whose rate and divisor follow from the number of records."""
+        raise NotImplementedError("rate and divisor are declared")
+
     def copy_model(self):
         """Goes on with another object that has the same weights."""
         raise NotImplementedError

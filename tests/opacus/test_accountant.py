@@ -216,6 +216,10 @@ def test_relation_of_the_declaration(train):
     engine.accountant = HiddenStateAccountant("add_or_remove_one")
     with pytest.raises(hsa.UnsupportedRunError, match="REPLACE_SPECIAL"):
         train(DECLARED, engine=engine)
+    engine = PrivacyEngine(accountant="hidden_state")
+    engine.accountant = HiddenStateAccountant("add_or_remove_one")
+    with pytest.raises(hsa.UnsupportedRunError, match="computes the rate and the divisor"):
+        train({}, engine=engine, poisson_sampling=True)
     with pytest.raises(ValueError, match="neighboring_relation"):
         HiddenStateAccountant("replace")
 

@@ -37,7 +37,10 @@ def test_event_and_epsilon(make_dice, order, relation):
         with pytest.raises(hsa.UnsupportedRunError, match="ADD_OR_REMOVE_ONE"):
             make_dice(engine=engine, batch_order=order)
         return
-    run = make_dice(engine=engine, batch_order=order, gradient_bound=BOUND)
+    adds = relation is NeighboringRelation.ADD_OR_REMOVE_ONE
+    rate = 1 / 6 if adds else None
+    dealt = Batches("poisson", sampling_rate=rate, batch_size=10) if adds else order
+    run = make_dice(engine=engine, batch_order=dealt, gradient_bound=BOUND)
     with pytest.raises(ValueError, match="at least one step"):
         _ = run.engine.privacy_event
     run.epoch()
@@ -45,7 +48,7 @@ def test_event_and_epsilon(make_dice, order, relation):
     event = hsa.DiceSgdDpEvent(
         noise_std=20.0 * CLIP / batch, clip_norm=CLIP, error_clip_norm=ERROR_CLIP,
         batch_size=batch, dataset_size=60, num_steps=60 // batch, batch_order=order,
-        gradient_bound=BOUND,
+        gradient_bound=BOUND, sampling_rate=rate,
     )  # fmt: skip
     assert run.engine.privacy_event == event
     accountant = hsa.DiceSgdAccountant(relation).compose(event)

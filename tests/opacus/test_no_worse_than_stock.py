@@ -27,7 +27,7 @@ from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import Batches, HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::RuntimeWarning")
 
@@ -105,10 +105,17 @@ def train(engine, optimizer, arguments, batch_size=10, scheduler=None, loop=None
     criterion = nn.CrossEntropyLoss(reduction=arguments.get("loss_reduction", "mean"))
     mode = {"criterion": criterion} if arguments.get("grad_sample_mode") == "ghost" else {}
     settings = {"noise_multiplier": 1.0, "max_grad_norm": 1.0, **arguments, **mode}
+    given = DataLoader(data, **{"batch_size": batch_size, "shuffle": True, **loader})
+    adds = NeighboringRelation.ADD_OR_REMOVE_ONE
+    if getattr(engine.accountant, "neighboring_relation", None) is adds:
+        count = len(given)  # rate and divisor are constants that happen to be those of Opacus
+        settings["batch_order"] = Batches(
+            "poisson", sampling_rate=1 / count, batch_size=RECORDS // count
+        )
     model, private, *rest = engine.make_private(
         module=model,
         optimizer=OPTIMIZERS[optimizer](list(model.parameters())),
-        data_loader=DataLoader(data, **{"batch_size": batch_size, "shuffle": True, **loader}),
+        data_loader=given,
         **settings,
     )
     criterion, loader = rest if len(rest) == 2 else (criterion, rest[0])

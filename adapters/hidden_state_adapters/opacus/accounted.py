@@ -95,7 +95,13 @@ def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
         curve=_curve(rows),
         neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE,
         theorem="composition of Poisson-sampled Gaussian mechanisms (no run was declared)",
-        assumptions=COMMON,
+        assumptions=(
+            *COMMON,
+            Assumption.declared(
+                "the rate and the divisor, which Opacus computes from the number of records, are "
+                "public constants"
+            ),
+        ),
     )
 
 

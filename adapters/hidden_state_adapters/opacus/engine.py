@@ -20,7 +20,6 @@ from typing_extensions import Unpack  # a dependency of torch
 import hidden_state_accountants as hsa
 from hidden_state_accountants import (
     Assumption,
-    BatchOrder,
     Comparison,
     UnsupportedRunError,
 )
@@ -86,7 +85,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     Args:
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one with zero gradient),
-            REPLACE_ONE, or for Poisson batches ADD_OR_REMOVE_ONE.
+            REPLACE_ONE, or ADD_OR_REMOVE_ONE for Poisson batches with a constant rate and divisor
+            (`Batches`), by composition.
         secure_mode: As for Opacus; needs torchcsprng. Secret orders come from the operating
             system's random source either way.
         accountant: "hidden_state"; there for the signature of PrivacyEngine. "prv" and "rdp" of a
@@ -159,7 +159,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 and "reshuffled" b must divide the data set, or drop_last=True drops the rest of
                 the data set (always the same records). For "poisson" Opacus' rounding holds: a
                 record joins with probability 1/len(data_loader), and a step divides by the number
-                of records over len(data_loader), rounded down.
+                of records over len(data_loader), rounded down; `Batches` takes constants in their
+                place.
             noise_multiplier: Standard deviation of the noise on the sum of gradients over
                 max_grad_norm.
             max_grad_norm: Clip norm of the gradient of one record for all parameters together;
@@ -173,7 +174,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 step with the same probability); "cyclic"; "full" (all records in every batch);
                 "shuffled_once" (one random order for all epochs), "reshuffled" (a new one in every
                 epoch) or "without_replacement" (b random records in every step). All but "cyclic"
-                and "full" are drawn here and have to stay secret. `Batches` adds a seed or a cap.
+                and "full" are drawn here and have to stay secret. `Batches` adds a seed, a cap, or
+                a constant rate and divisor.
                 (poisson_sampling=False without it means what the loader does.)
 
                 criterion, feature_norm: A known loss of one linear head whose features have at most
@@ -326,13 +328,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         agreed: Any = _alone if group is None else group.agreed
 
         def prepare() -> tuple[DeclaredRun, float]:
-            _refuse_add_or_remove(relation, arguments.batch_order.order)
-            declared = DeclaredRun.of(arguments, group)
+            declared = DeclaredRun.of(arguments, relation, group)
             noise, planned = noise_of(declared), declared.schedule.num_steps or 1
             check_covered(declared.mechanism.event(declared, noise, planned), relation)
             return declared, float(noise)
 
-        declared, noise = agreed(prepare, lambda pair: fields_in_common(pair[0], pair[1], relation))
+        declared, noise = agreed(prepare, lambda pair: fields_in_common(*pair))
         if group is not None:
             group.check_sums(declared.trained[0].device)
         started: list[TrainingRun] = []
@@ -362,7 +363,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             raise ValueError("Expected no noise_generator in secure mode, got one.")
         if self._run is not None:
             self._run.check_ended()
-        run = TrainingRun(declared, noise_multiplier, self.accountant.neighboring_relation)
+        run = TrainingRun(declared, noise_multiplier)
         started.append(run)
         module = self._private_module(run)
         loader, plan = arguments.data_loader, run.plan
@@ -818,20 +819,6 @@ def _arguments_of(**given: Any) -> RunArguments:
     if made is None:
         made = HiddenStateOptimizer if arguments.asks_for_hidden_iterates else ComposedOptimizer
     return attrs.evolve(arguments, optimizer_class=made)
-
-
-def _refuse_add_or_remove(relation: NeighboringRelation, order: BatchOrder) -> None:
-    """Raises UnsupportedRunError for ADD_OR_REMOVE_ONE unless the batches are POISSON.
-
-    Elsewhere a step divides the noise by the number of records, or by a batch size that belongs to
-    it; runs on neighbouring data sets would differ in more than one gradient.
-    """
-    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE and order is not BatchOrder.POISSON:
-        raise UnsupportedRunError(
-            "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
-            "ADD_OR_REMOVE_ONE: the divisor would be the number of records, which is what adding "
-            "or removing changes. Use REPLACE_SPECIAL (a record against one with zero gradient)."
-        )
 
 
 def _log_release(run: TrainingRun) -> None:

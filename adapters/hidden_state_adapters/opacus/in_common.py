@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from dp_accounting import NeighboringRelation
 
 from hidden_state_adapters.batch_plans import hash_of
 from hidden_state_adapters.opacus.data.loader import tensors_of
@@ -22,9 +21,7 @@ _PACKAGES = ("hidden-state-accountants", "dp-accounting", "opacus", "torch")
 _SHOWN = 16  # records that are compared
 
 
-def fields_in_common(
-    declared: DeclaredRun, noise_multiplier: float, relation: NeighboringRelation
-) -> dict[str, Any]:
+def fields_in_common(declared: DeclaredRun, noise_multiplier: float) -> dict[str, Any]:
     """What one run has once, of the process that asks; values by name."""
     arguments, plan = declared.arguments, declared.plan
     batches = arguments.batch_order
@@ -35,7 +32,7 @@ def fields_in_common(
     return {
         "batch_order": plan.order.value,
         "seed of the order": Digest.of((batches.seed, batches.seed_is_secret)),
-        **declared.fields(noise_multiplier, relation),
+        **declared.fields(noise_multiplier),
         "versions": {name: _version(name) for name in _PACKAGES},
         "model": str(arguments.module),
         "weights of the initial model": _weights(declared.inner),
@@ -45,6 +42,7 @@ def fields_in_common(
         "noise_generator (given or not)": arguments.opacus.get("noise_generator") is not None,
         "loss_geometry": repr(declared.loss),
         "batch_size": plan.batch_size,
+        "sampling_rate": plan.sampling_rate,
         "number of batches": plan.num_batches,
         "max_batch_size": batches.max_batch_size,
         "records of the loader": Digest(hash_of(plan.records)),

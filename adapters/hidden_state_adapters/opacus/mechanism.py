@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import dp_accounting
 import torch
+from dp_accounting import NeighboringRelation
 from opacus.optimizers import DPOptimizer
 from torch import nn
 from torch.optim import Optimizer
@@ -183,11 +184,13 @@ class Mechanism:
 
     def _step(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
         """A step with further `values` that only some mechanisms know."""
+        # Where the event does not say how many records there are, a batch may be any of them.
+        adds = self.declared.relation is NeighboringRelation.ADD_OR_REMOVE_ONE
         return Step(
             noise_multiplier=float(self.optimizer.noise_multiplier),
             clip_norm=float(self.optimizer.max_grad_norm),
             batch=batch,
-            rows=rows,
+            rows=None if adds else rows,
             largest_norm=largest_norm,
             **values,
         )

@@ -65,7 +65,10 @@ class Taken:
         if plan.order is BatchOrder.POISSON:
             yield Assumption.declared("the sizes of the batches are shown to nobody")
             if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
-                yield Assumption.declared("the sampling probability b/n is a public constant")
+                yield Assumption.declared(
+                    "sampling_rate and batch_size of Batches are public constants that were not "
+                    "computed from the records or their number, and neither is the number of steps"
+                )
         if collate is not default_collate:
             yield Assumption.declared("collate_fn takes every record of a batch by itself")
 

@@ -22,8 +22,8 @@ from torch.utils.data import (
     TensorDataset,
 )
 
-from hidden_state_accountants import BatchOrder, UnsupportedRunError
-from hidden_state_accountants.events.batch_order import parse_batch_order
+from hidden_state_accountants import BatchOrder, UnsupportedRunError, validate
+from hidden_state_accountants.events.batch_order import parse_batch_order, parse_sampling_rate
 from hidden_state_adapters.batch_plans import (
     BatchPlan,
     FixedPlan,
@@ -54,6 +54,10 @@ class Batches:
         seed_is_secret: The seed is random and nobody else will ever know it.
         max_batch_size: Cap on "poisson" batches: a uniform subset of this size stays. The chance
             that the cap acts is added to delta.
+        sampling_rate: Constant probability with which a record joins a "poisson" batch; a pass has
+            1/sampling_rate batches, rounded up. Goes with `batch_size`. None takes both from the
+            loader, which computes them from the number of records.
+        batch_size: Constant divisor of the noisy sums of "poisson" batches.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -64,8 +68,23 @@ class Batches:
     seed: int | None = attrs.field(default=None, repr=False, kw_only=True)
     seed_is_secret: bool = attrs.field(default=False, kw_only=True)
     max_batch_size: int | None = attrs.field(default=None, kw_only=True)
+    sampling_rate: float | None = attrs.field(default=None, kw_only=True)
+    batch_size: int | None = attrs.field(default=None, kw_only=True)
 
     def __attrs_post_init__(self) -> None:
+        if (self.sampling_rate is None) is not (self.batch_size is None):
+            raise ValueError(
+                "Expected sampling_rate and batch_size, or neither, got sampling_rate = "
+                f"{self.sampling_rate!r} and batch_size = {self.batch_size!r}: one of them alone "
+                "would leave the other to the number of records. Pass both."
+            )
+        if self.sampling_rate is not None:
+            rate = parse_sampling_rate(self.order, self.sampling_rate)
+            object.__setattr__(self, "sampling_rate", rate)
+            validate.integer("batch_size", self.batch_size, minimum=1)
+        self._check_seed()
+
+    def _check_seed(self) -> None:
         """Refuses a seed where it would give away an order that has to stay secret.
 
         Whoever knows the seed knows the order. SHUFFLED_ONCE is then a fixed order and accounted
@@ -113,8 +132,9 @@ def plan_batches(
 
     Args:
         data_loader: The user's loader. CYCLIC takes its batch size and order; FULL puts every
-            record into one batch, whatever the batch size; POISSON takes its records and number
-            of batches; all others take its batch size and records and draw the order themselves.
+            record into one batch, whatever the batch size; POISSON takes its records and, unless
+            `batches` has constants, its number of batches; all others take its batch size and
+            records and draw the order themselves.
         batches: How the records are dealt.
         secret: What several processes draw the same order from, where there is no seed.
 
@@ -139,7 +159,7 @@ def plan_batches(
         return FixedPlan(records, size, batch_order)
     keys = RandomKeys(seed, secret if seed is None else None)
     if batch_order is BatchOrder.POISSON:
-        return _poisson_plan(data_loader, records, keys, batches.max_batch_size)
+        return _poisson_plan(data_loader, records, keys, batches)
     if batch_order is BatchOrder.WITHOUT_REPLACEMENT:
         return SampledPlan(records, batch_size, batch_order, keys)
     records = _equal_batches(data_loader, records, batch_size, batch_order)
@@ -153,16 +173,21 @@ def plan_batches(
 
 
 def _poisson_plan(
-    data_loader: DataLoader, records: Sequence[int], keys: RandomKeys, max_batch_size: int | None
+    data_loader: DataLoader, records: Sequence[int], keys: RandomKeys, batches: Batches
 ) -> SampledPlan:
-    """Poisson batches, as many in a pass as the loader has."""
+    """Poisson batches at the declared rate, or as many in a pass as the loader has."""
+    if batches.sampling_rate is not None and batches.batch_size is not None:
+        return SampledPlan(
+            records, batches.batch_size, batches.order, keys, batches.max_batch_size,
+            batches.sampling_rate,
+        )  # fmt: skip
     num_batches, size = len(data_loader), len(records)
     if num_batches == 0:
         raise UnsupportedRunError(
             f"Expected at least one batch, got a batch_size of {data_loader.batch_size} for {size} "
             "records and drop_last=True. Lower the batch size, or leave drop_last out."
         )
-    return poisson_plan(records, num_batches, keys, max_batch_size)
+    return poisson_plan(records, num_batches, keys, batches.max_batch_size)
 
 
 def default_order(data_loader: DataLoader, poisson_sampling: bool | None) -> BatchOrder:

@@ -47,6 +47,7 @@ class DeclaredRun:
         frozen: What is kept in eval() mode.
         maps: What follows every step, by name: "prox", then "projection".
         schedule: What was declared about learning rates and the number of steps.
+        relation: Of the guarantee.
         group: The processes that train it together; None for one.
     """
 
@@ -59,6 +60,7 @@ class DeclaredRun:
     frozen: FrozenPart
     maps: Mapping[str, StepMap]
     schedule: DeclaredSchedule
+    relation: NeighboringRelation
     group: ProcessGroup | None = None
 
     @property
@@ -73,12 +75,19 @@ class DeclaredRun:
 
     @property
     def batches(self) -> dict[str, Any]:
-        """The fields of an event that are about the batches."""
-        plan = self.plan
+        """The fields of an event that are about the batches.
+
+        Where adding or removing a record changes their number, it is not among them: its place has
+        what the declared constants say.
+        """
+        plan, size = self.plan, len(self.plan.records)
+        if self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            assert plan.sampling_rate is not None
+            size = max(plan.batch_size, round(plan.batch_size / plan.sampling_rate))
         return {
             "batch_order": plan.order,
             "batch_size": plan.batch_size,
-            "dataset_size": len(plan.records),
+            "dataset_size": size,
             "sampling_rate": plan.sampling_rate,
         }
 
@@ -90,19 +99,18 @@ class DeclaredRun:
             return None
         return known_criterion(arguments.criterion)
 
-    def fields(self, noise_multiplier: float, relation: NeighboringRelation) -> dict[str, Any]:
+    def fields(self, noise_multiplier: float) -> dict[str, Any]:
         """What has to be the same where a run goes on, beside what its recorder compares.
 
         In plain types, for a checkpoint.
 
         Args:
             noise_multiplier: As declared.
-            relation: Of the guarantee.
         """
         arguments, known = self.arguments, self.known_criterion
         norms = arguments.max_grad_norm
         return {
-            "neighboring_relation": relation.name,
+            "neighboring_relation": self.relation.name,
             "noise_multiplier": float(noise_multiplier),
             "max_grad_norm": list(map(float, norms))
             if isinstance(norms, list | tuple)
@@ -141,12 +149,14 @@ class DeclaredRun:
     def of(
         cls,
         arguments: RunArguments,
+        relation: NeighboringRelation,
         group: ProcessGroup | None = None,
     ) -> DeclaredRun:
         """Checks arguments and derives what follows; nothing is changed.
 
         Args:
             arguments: Of `make_private`, with the optimizer of the run.
+            relation: Of the guarantee.
             group: The processes that train it together; None for one.
 
         Raises:
@@ -154,6 +164,7 @@ class DeclaredRun:
             UnsupportedRunError: The run could not be checked or accounted.
         """
         arguments.check()
+        _check_relation(arguments, relation)
         inner, optimizer = unwrapped(arguments)
         loss, head = resolve_loss(inner, arguments)
         arguments = arguments.with_clip_norm(loss)
@@ -193,11 +204,48 @@ class DeclaredRun:
             frozen=frozen,
             maps=maps,
             schedule=DeclaredSchedule.of(arguments.schedule, arguments.num_steps),
+            relation=relation,
             group=group,
         )
         for part in maps.values():
             part.start(trained, float(optimizer.param_groups[0]["lr"]) * run.scale)
         return run
+
+
+def _check_relation(arguments: RunArguments, relation: NeighboringRelation) -> None:
+    """Raises UnsupportedRunError where adding or removing a record changes more than its gradient.
+
+    What a step divides by, how its batch is drawn and how many steps a pass has must not be
+    computed from the number of records then, and neither may epsilon, nor noise that is found for
+    it.
+    """
+    if relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
+        return
+    batches, remedy = arguments.batch_order, "Use REPLACE_SPECIAL (a record against one with zero"
+    remedy += " gradient), whose figures are the same"
+    got = "got ADD_OR_REMOVE_ONE"
+    if batches.order is not BatchOrder.POISSON:
+        raise UnsupportedRunError(
+            f"Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, {got}: the divisor "
+            f"would be the number of records, which is what adding or removing changes. {remedy}."
+        )
+    if batches.sampling_rate is None:
+        raise UnsupportedRunError(
+            f"Expected a constant rate and divisor, {got} with those of the DataLoader: they are "
+            "computed from the number of records, which is what adding or removing changes. Pass "
+            'batch_order=Batches("poisson", sampling_rate=q, batch_size=b) with constants that do '
+            f"not depend on the records. {remedy} where that number is public."
+        )
+    if batches.max_batch_size is not None or (
+        arguments.loss_geometry is not None and arguments.mechanism is None
+    ):
+        name = "loss_geometry (or criterion and feature_norm)"
+        name = name if batches.max_batch_size is None else "max_batch_size"
+        raise UnsupportedRunError(
+            f"Expected {name} = None, {got}: how large Poisson batches become, which epsilon would "
+            "then depend on, follows from the number of records, which is what adding or removing "
+            f"changes. Leave it out. {remedy} where that number is public."
+        )
 
 
 def unwrapped(arguments: RunArguments) -> tuple[nn.Module, Optimizer]:

@@ -7,8 +7,6 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
-from dp_accounting import NeighboringRelation
-
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.events.loss_geometry import square_norm
 from hidden_state_accountants.runs.run import Run, run_of
@@ -55,7 +53,6 @@ class TrainingRun:
     Args:
         declared: The run. What looks at its model is hung on it; `close` undoes that.
         noise_multiplier: As declared.
-        relation: Of the guarantee.
     """
 
     optimizer: Any
@@ -63,13 +60,11 @@ class TrainingRun:
     failure = _closed = ""
     has_moved = is_loading = False
 
-    def __init__(
-        self, declared: DeclaredRun, noise_multiplier: float, relation: NeighboringRelation
-    ):
+    def __init__(self, declared: DeclaredRun, noise_multiplier: float):
         self.record: Run = declared.mechanism.new_run(declared, noise_multiplier)
-        self.declared, self._relation = declared, relation
+        self.declared = declared
         self.id = secrets.token_hex(16) if declared.group is None else declared.group.run_id
-        self.fields = declared.fields(noise_multiplier, relation)
+        self.fields = declared.fields(noise_multiplier)
         plan, loader = declared.plan, declared.arguments.data_loader
         self.cursor = BatchCursor(
             plan.num_batches,
@@ -138,7 +133,7 @@ class TrainingRun:
         collate = plain_collate(declared.arguments.data_loader)
         return (
             *self.optimizer.mechanism.assumptions,
-            *self.batch.assumptions(collate, self._relation),
+            *self.batch.assumptions(collate, declared.relation),
             *self.source.assumptions,
             *([] if curvature is None else [curvature.assumption]),
             *(part.assumption for part in declared.maps.values()),

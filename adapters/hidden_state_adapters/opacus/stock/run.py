@@ -187,6 +187,13 @@ class StockRun(AccountedRun):
         optimizer: DPOptimizer,
         relation: NeighboringRelation,
     ):
+        if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            raise UnsupportedRunError(
+                "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
+                "ADD_OR_REMOVE_ONE: Opacus' own engine computes the rate and the divisor from the "
+                "number of records, which is what adding or removing changes. Use REPLACE_SPECIAL, "
+                "or HiddenStatePrivacyEngine with constants in Batches."
+            )
         check_processes(data_loader, num_processes(optimizer))
         reading = read_loader(data_loader)
         self._batches = declared.compared_with(reading)
