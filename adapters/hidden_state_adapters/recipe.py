@@ -29,6 +29,7 @@ from hidden_state_accountants.calibration import gaussian_log_mu
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
 from hidden_state_accountants.ledger import active_budget, budget_at
+from hidden_state_accountants.runs.assumptions import ONE_EXAMPLE, PUBLIC_CALLS
 from hidden_state_adapters import temperature
 from hidden_state_adapters.own_noise import OWN_NOISE, OwnGenerator
 
@@ -187,6 +188,8 @@ class Recipe:
             ),
             Assumption.checked("training starts at zero", Topic.START),
             OWN_NOISE,
+            ONE_EXAMPLE,
+            PUBLIC_CALLS,
             Assumption.public(f"the number of records, {event.dataset_size}"),
         )
         if self.temperature is not None:

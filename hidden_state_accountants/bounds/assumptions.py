@@ -20,6 +20,15 @@ COMMON: tuple[Assumption, ...] = (
 )
 """What every guarantee of every bound assumes. A bound may say more about the same topic."""
 
+FIXED_RECORDS = Assumption.declared(
+    "records and targets do not depend on the model: no pseudo-labels, no adversarial examples, no "
+    "hard-example mining"
+)
+"""What a bound for hidden iterates needs beside: else a record shows an iterate to the next step.
+
+Composition covers records that follow from released iterates, each from itself and them alone.
+"""
+
 
 def fixed_in_advance(what: str) -> Assumption:
     """Nothing about the length of a run and its schedules depends on the records."""
@@ -77,7 +86,11 @@ def order_of_hidden_iterates(event: LastIterateDpEvent) -> Assumption:
 def of_hidden_iterates(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
     """What a bound for hidden iterates takes as declared by whoever wrote the event."""
     assumptions = [
-        Assumption.declared(f"per-example loss: {event.loss!r}", Topic.LOSS),
+        Assumption.declared(
+            f"per-example loss, of every record that the data could have: {event.loss!r}",
+            Topic.LOSS,
+        ),
+        FIXED_RECORDS,
         Assumption.declared(
             "only the released iterates are seen: no averages of iterates, no optimizer state",
             Topic.RELEASES,

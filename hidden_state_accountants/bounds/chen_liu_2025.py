@@ -255,7 +255,7 @@ def _sensitivity_text(event: BlockCoordinateDpEvent, relation: NeighboringRelati
 
 
 def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption, ...]:
-    assumed = []
+    assumed = [assumptions.FIXED_RECORDS]
     if event.update_lipschitz is not None:
         assumed.append(
             Assumption.declared(
@@ -265,9 +265,10 @@ def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption,
             )
         )
     if event.block_loss is not None:
-        text = f"per-record block loss: {event.block_loss!r}"
+        loss = event.block_loss
+        text = f"per-record block loss, of every record that the data could have: {loss!r}"
         assumed.append(Assumption.declared(text, Topic.LOSS))
-        assumed.append(Assumption.declared(_clipping(event.block_loss, event), Topic.GRADIENT_NORM))
+        assumed.append(Assumption.declared(_clipping(loss, event), Topic.GRADIENT_NORM))
     if event.prox_strong_convexity:
         text = f"{event.prox_strong_convexity:g}-strongly convex regulariser"
         assumed.append(Assumption.declared(text, Topic.REGULARISER))

@@ -56,6 +56,7 @@ class LastIterateDpEvent(DealtEvent):
       - :math:`\Pi, h, \eta_t, z_t, C_t, w_t, T, b` and the released steps are public, fixed in
         advance and the same for neighbouring data sets; :math:`x_0` does not depend on the data.
       - One record is one row, or one microbatch (`is_microbatched`), and is clipped on its own.
+        Under a bound on hidden iterates records and targets do not depend on the iterates.
 
     `noise_multiplier`, `learning_rate`, `clip_norm` and `weight_decay` take a number, a sequence
     with one entry per step, or a `Schedule`.

@@ -2,12 +2,14 @@
 
 import attrs
 import pytest
+from declared_lines import FIXED_RECORDS
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import best_bound
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.bounds import assumptions
+from hidden_state_accountants.bounds.base import HiddenStateBound
 from hidden_state_accountants.guarantee import (
     Assumption,
     Status,
@@ -185,3 +187,13 @@ class TestTopics:
         first, second = Assumption.declared("first"), Assumption.declared("second")
         assert replace_assumptions((first,), second) == (first, second)
         assert replace_assumptions((first,), first) == (first,)
+
+
+def test_hidden_iterates_need_records_that_do_not_follow_from_them():
+    """A pseudo-label shows an iterate to the next step; composition covers that."""
+    for bound, event, relation in CASES:
+        guarantee = bound.guarantee(event, relation)
+        hides = isinstance(bound, HiddenStateBound)
+        if isinstance(event, hsa.BlockCoordinateDpEvent):
+            hides = event.num_blocks == 1 or not bound.sound
+        assert (FIXED_RECORDS in [a.text for a in guarantee.assumptions]) == hides, bound.name

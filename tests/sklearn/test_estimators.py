@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+from declared_lines import ONE_EXAMPLE, ONE_PERSON, PUBLIC_CALLS, PUBLISHED, listed
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
@@ -304,3 +305,12 @@ def test_regression_at_small_epsilons_is_no_worse_than_a_constant():
         model = PrivateRegressor(epsilon, target_bounds=(0, 400), feature_norm=0.12)
         scores = [model.fit(X[:300], y[:300]).score(X[300:], y[300:]) for _ in range(20)]
         assert np.mean(scores) > least
+
+
+@pytest.mark.parametrize("make", [classifier, regressor])
+def test_what_is_declared(make):
+    """The lines of docs/threat_model.md; no function is passed, and no geometry."""
+    model = make().fit(X, NAMES if make is classifier else X[:, 0])
+    lines = [ONE_EXAMPLE, ONE_PERSON, PUBLIC_CALLS, PUBLISHED]
+    lines.append("the arguments of the constructor do not depend on the records")
+    assert listed(model.guarantee_, lines) == lines

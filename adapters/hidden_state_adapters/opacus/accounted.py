@@ -17,6 +17,7 @@ from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.standard import EventCurve
 from hidden_state_accountants.guarantee import Status, merge_assumptions
+from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.opacus.data.reading import drawn_rate
 from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule
@@ -97,6 +98,7 @@ def undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
         theorem="composition of Poisson-sampled Gaussian mechanisms (no run was declared)",
         assumptions=(
             *COMMON,
+            *OF_EVERY_RUN,
             Assumption.declared(
                 "the rate and the divisor, which Opacus computes from the number of records, are "
                 "public constants"

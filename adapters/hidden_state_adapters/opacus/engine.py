@@ -31,6 +31,7 @@ from hidden_state_accountants.guarantee import (
     merge_assumptions,
     replace_assumptions,
 )
+from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Run
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.calibration import calibrate_noise_after
@@ -60,11 +61,6 @@ _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never th
 _logger = logging.getLogger("hidden_state_accountants")
 
 _NOT_SEEN = "every per-example gradient is that of the loss at one record of the delivered batch"
-_INITIAL = "the initial model and the order of the records do not depend on the records"
-_ONLY_PUBLIC_CALLS = (
-    "only the public calls touch the run: nothing writes model, records, generators or private "
-    "attributes behind it"
-)
 _PRIVATE_CHECKPOINTS = "checkpoints that were saved with stays_private=True are shown to nobody"
 
 
@@ -188,10 +184,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
                 targets: Of a known loss: what the loop makes of the labels of a batch (the last
                 tensor that the loader deals), a function of that tensor; None: nothing, but a cast
-                or another shape.
+                or another shape. It must not depend on the model: no pseudo-labels.
 
                 loop_maps_records: Of a known loss: True declares that what the loop does to records
-                before the model it does to every record by itself. False compares, in the first
+                before the model it does to every record by itself, whatever the model is: no
+                adversarial examples, no hard-example mining. False compares, in the first
                 steps, the model's input with what the loader dealt.
 
                 schedule: The learning rates that the loop is going to use: a number, one number per
@@ -473,8 +470,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         is_computed_here = run is not None and isinstance(run.source, KnownHeadRun)
         own = [
             *([] if is_computed_here else [Assumption.declared(_NOT_SEEN)]),
-            Assumption.declared(_INITIAL),
-            Assumption.declared(_ONLY_PUBLIC_CALLS),
+            *OF_EVERY_RUN,
             Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),
         ]
         own += [] if run is None else run.assumptions

@@ -17,6 +17,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.guarantee import Assumption
+from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.tf_privacy.blocks import (
     CHECKED,
@@ -245,5 +246,5 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
             self._steps.training.refuse_earlier_runs()
         event = self.privacy_event(neighboring_relation=neighboring_relation, **declared)
         guarantee = LastIterateAccountant(neighboring_relation).compose(event).guarantee
-        assumptions = (Assumption.checked(CHECKED), *guarantee.assumptions)
+        assumptions = (Assumption.checked(CHECKED), *OF_EVERY_RUN, *guarantee.assumptions)
         return Statement([event], guarantee, assumptions, delta).lines()

@@ -17,6 +17,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.events.batch_order import parse_batch_order
+from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.dice import CHECKED, DiceUpdate
@@ -220,7 +221,7 @@ class DiceOptimizer(PrivateOptimizer):
                 "the divisor, or use REPLACE_SPECIAL."
             )
         guarantee = DiceSgdAccountant(relation).compose(event).guarantee
-        assumptions = (Assumption.checked(CHECKED), *guarantee.assumptions)
+        assumptions = (Assumption.checked(CHECKED), *OF_EVERY_RUN, *guarantee.assumptions)
         return steps.told(
             Statement([event], guarantee, assumptions, delta, update_rule=self.update_rule)
         )

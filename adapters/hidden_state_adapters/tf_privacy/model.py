@@ -164,7 +164,9 @@ class PrivateTraining(tf.keras.Model, Figures):
             x: Examples as an array, or a structure of arrays, of which a copy is kept; or a Dataset
                 of pairs, or triples with the sample weight, a keras.utils.Sequence, or a generator
                 of steps_per_epoch batches that ends then, each of which is read once into memory:
-                shuffles do not matter, an augmentation acts once.
+                shuffles do not matter, an augmentation acts once. Under a hidden state examples,
+                targets and weights must not depend on the model: no pseudo-labels, no adversarial
+                examples, no hard-example mining.
             y: Targets, likewise; None if x has them.
             batch_size: b; None for that of a Dataset of batches, else 32. Of Poisson batches of n
                 examples, ceil(n/b) are an epoch, and every example joins each with probability

@@ -26,6 +26,7 @@ from hidden_state_accountants import (
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.advice import report_lines
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
+from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.tf_privacy import keras_api
@@ -44,8 +45,7 @@ _CHECKED = (
     "not trained unchanged",
 )
 _DECLARED = (
-    "the initial model, the preprocessing of the examples and their order do not depend on the "
-    "examples: no weights were trained on them before, unless by the runs that are composed here",
+    "the preprocessing of an example does not depend on the others",
     "losses and metrics of the training data (History, progress bar) stay private",
 )
 _NO_MEMORY = (
@@ -598,7 +598,7 @@ class RecordedRun:
         of_run = [*self._left_open, *self.optimizer.declared(self.event()), *self._texts]
         if not self.declared.source:  # else loss and features are known
             of_run.append(_NO_MEMORY)
-        own += [Assumption.declared(text) for text in (*_DECLARED, *of_run, *declared)]
+        own += [*OF_EVERY_RUN, *map(Assumption.declared, (*_DECLARED, *of_run, *declared))]
         # What was read off this run's loss says nothing about the runs before it.
         run = self._whole_run()
         proven = run.guarantee(self._relation).assumptions
@@ -699,9 +699,10 @@ class Figures:
     def guarantee(self) -> Guarantee:
         """The guarantee of what is released, with the current model as the last iterate.
 
-        It is that of all `privacy_events` together, as are the figures that follow.
+        It is that of all `privacy_events` together, as are the figures that follow, with all
+        `assumptions`.
         """
-        return self._recorded().guarantee()
+        return attrs.evolve(self._recorded().guarantee(), assumptions=self.assumptions)
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
