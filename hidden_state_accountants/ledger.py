@@ -9,30 +9,35 @@
 (3, 0.62)
 
 The fits of `hidden_state_adapters.sklearn` inside of the block spend from it by themselves.
+
+The ledger lies in the folder of temporary files, under a name that follows from the process whose
+block it is. So a worker finds it, whenever it was started: its ancestors are asked for theirs.
 """
 
 from __future__ import annotations
 
 import contextlib
-import math
+import functools
+import os
 import pathlib
 import pickle
+import shutil
 import sqlite3
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 
-from dp_accounting import DpEvent, GaussianDpEvent, NeighboringRelation
+from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
-from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
+from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Guarantee
 
-_ROUNDING = 1e-12  # of mu
 _PATIENCE = 120.0  # seconds for a ledger that others write to
-_Row = tuple[str, float | None, bytes | None]  # relation, mu, the event if it has no mu
-_active: Budget | None = None
+_Row = tuple[str, bytes]  # relation and event
+_active: Budget | None = None  # of this process, or of one that it was forked from
 
 
 class BudgetExceededError(ValueError):
@@ -55,15 +60,15 @@ class Budget:
         """Counts a release that is about to be made, and returns its number.
 
         Formal guarantees: whatever was counted composes to at most `epsilon` at `delta`, under the
-        one relation that all of it has; adaptively chosen releases included.
+        one relation that all of it has, for all records (also where `record_position` asks for
+        fewer); adaptively chosen releases included.
 
         Raises:
             BudgetExceededError: It would go over; nothing was counted.
+            UnsupportedRunError: No bound covers the event.
             ValueError: The relation is not that of the releases before, or the block has ended.
         """
-        relation = validate.neighboring_relation(relation)
-        mu = LastIterateAccountant(relation).compose(event).guarantee.mu
-        row = (relation.name, mu, pickle.dumps(event) if mu is None else None)
+        row = (validate.neighboring_relation(relation).name, pickle.dumps(event))
         if self._closed is not None:
             raise ValueError(
                 "Expected a budget whose block goes on, got one whose block has ended."
@@ -76,7 +81,7 @@ class Budget:
                     f"Expected neighboring_relation {rows[0][0]}, that of the releases before in "
                     f"this budget, got {row[0]}: epsilons of two relations do not add up."
                 )
-            together = _compose(rows).epsilon(self.delta)
+            together = self._epsilon(rows)
             if not together <= self.epsilon:
                 before = self.spent_epsilon if len(rows) > 1 else 0.0
                 raise BudgetExceededError(
@@ -85,7 +90,7 @@ class Budget:
                     f"{fixed_up(before, 4)}. It was refused. Give each release a smaller epsilon, "
                     "make fewer, or raise the budget."
                 )
-            database.execute("INSERT INTO releases VALUES (?, ?, ?)", row)
+            database.execute("INSERT INTO releases VALUES (?, ?)", row)
             database.execute("COMMIT")
         return len(rows)
 
@@ -96,7 +101,10 @@ class Budget:
 
     @property
     def guarantee(self) -> Guarantee:
-        """What is proved of all releases together.
+        """What is proved of all releases together, with the assumptions of their theorems.
+
+        What was checked or declared of a single fit stands in the report of that fit. Of events
+        with a `record_position` it says so, in `only_for`; the budget counts all records.
 
         Raises:
             ValueError: There was none.
@@ -108,15 +116,20 @@ class Budget:
 
     @property
     def spent_epsilon(self) -> float:
-        """The epsilon of all releases together at `delta`."""
-        return self.guarantee.epsilon(self.delta) if self.releases else 0.0
+        """The epsilon of all releases together at `delta`, for all records."""
+        rows = self._read()
+        return self._epsilon(rows) if rows else 0.0
+
+    def _epsilon(self, rows: list[_Row]) -> float:
+        found = _compose(rows)
+        return (found.of_all_records() if found.of_all_records else found).epsilon(self.delta)
 
     def __str__(self) -> str:
         rows = self._read()
         if not rows:
             return f"epsilon 0 of {self.epsilon:g} spent at delta {self.delta:g}: no release"
-        one = max(_compose([row]).epsilon(self.delta) for row in dict.fromkeys(rows))
-        together = _compose(rows).epsilon(self.delta)
+        one = max(self._epsilon([row]) for row in dict.fromkeys(rows))
+        together = self._epsilon(rows)
         return "\n".join(
             [
                 f"epsilon {fixed_up(together, 4)} of {self.epsilon:g} spent at delta "
@@ -147,6 +160,10 @@ class Budget:
 def budget(epsilon: float, delta: float) -> Iterator[Budget]:
     """A block whose releases compose to at most (epsilon, delta); what goes over is refused.
 
+    Counted, each before it starts, are the fits of the estimators and of `fit_head`, in all threads
+    of this process, and in the processes that it started (before the block or in it). The training
+    loops of Opacus and Keras are refused inside: what they release is known when they end.
+
     Args:
         epsilon: > 0, of everything inside.
         delta: In (0, 1).
@@ -161,24 +178,39 @@ def budget(epsilon: float, delta: float) -> Iterator[Budget]:
     validate.target_pair(epsilon, delta, ("epsilon", "delta"))
     validate.real("epsilon", epsilon, above=0)
     validate.real("delta", delta, above=0)
-    if _active is not None:
+    if active_budget() is not None:
         raise ValueError("Expected one budget at a time, got a block inside of another's.")
-    with tempfile.TemporaryDirectory(prefix="budget-") as folder:
-        _active = found = Budget(epsilon, delta, pathlib.Path(folder) / "ledger")
+    _active = found = Budget(epsilon, delta, _ledgers(os.getpid())[0])
+    found.ledger.parent.mkdir(mode=0o700)
+    try:
         with found._database() as database:
-            database.execute("CREATE TABLE releases (relation TEXT, mu REAL, event BLOB)")
+            database.execute("BEGIN")
+            database.execute("CREATE TABLE releases (relation TEXT, event BLOB)")
             database.execute("CREATE TABLE target (epsilon REAL, delta REAL)")
             database.execute("INSERT INTO target VALUES (?, ?)", (epsilon, delta))
-        try:
-            yield found
-        finally:
-            _active = None
-            found._closed = found._read()
+            database.execute("COMMIT")
+        yield found
+    finally:
+        found._closed = found._read()
+        shutil.rmtree(found.ledger.parent)
 
 
 def active_budget() -> Budget | None:
-    """That of the block that this process is in."""
-    return _active
+    """That of the block that this process, or one that it descends from, is in."""
+    for ledger in _ledgers(os.getpid()):
+        if _is_own(ledger):
+            return _active if _active and _active.ledger == ledger else budget_at(ledger)
+    return None
+
+
+def refuse_in_budget(what: str) -> None:
+    """Raises UnsupportedRunError inside of a budget, which would not count `what`."""
+    if active_budget() is not None:
+        raise UnsupportedRunError(
+            f"Expected no {what} inside of hidden_state_accountants.budget, got one: what it "
+            "releases is known only when it ends, too late to refuse it. Train before the block, "
+            "and count the run inside of it: spent.spend(privacy_event, relation)."
+        )
 
 
 def budget_at(ledger: pathlib.Path) -> Budget:
@@ -198,19 +230,38 @@ def budget_at(ledger: pathlib.Path) -> Budget:
     return Budget(epsilon, delta, ledger)
 
 
+@functools.lru_cache(maxsize=1)
+def _ledgers(process: int) -> tuple[pathlib.Path, ...]:
+    """Where this process, and those that it descends from, keep the ledger of a block.
+
+    The name has the moment at which the process started: numbers of processes come again. Where the
+    system does not tell (it has no /proc), the ancestors are the parent alone.
+    """
+    folder, found, parent = pathlib.Path(tempfile.gettempdir()), [], os.getppid()
+    while process:
+        started = ""
+        with contextlib.suppress(OSError):
+            # proc(5): after the name in brackets fields 3 (state), 4 (parent), ... 22 (started)
+            stat = pathlib.Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+            parent, started = int(stat[1]), stat[19]
+        found.append(folder / f"budget-{process}-{started}" / "ledger")
+        process, parent = parent, 0
+    return tuple(found)
+
+
+def _is_own(ledger: pathlib.Path) -> bool:
+    """Whether there is such a ledger, in a folder that nobody else made: it holds pickles."""
+    if not os.path.exists(ledger):  # asked in every step of a run: faster than Path.exists
+        return False
+    return os.name == "nt" or ledger.parent.stat().st_uid == os.getuid()
+
+
 def _rows(database: sqlite3.Connection) -> list[_Row]:
-    return database.execute("SELECT relation, mu, event FROM releases").fetchall()
+    return database.execute("SELECT relation, event FROM releases").fetchall()
 
 
 def _compose(rows: list[_Row]) -> Guarantee:
-    """Squares of mu add up; the other events are composed one by one."""
-    relation = NeighboringRelation[rows[0][0]]
-    accountant = LastIterateAccountant(relation)
-    mu = math.sqrt(math.fsum(mu**2 for _, mu, _ in rows if mu is not None)) * (1 + _ROUNDING)
-    if mu > 0:
-        clips = sensitivity_in_clip_norms(BatchOrder.FULL, relation)
-        accountant.compose(GaussianDpEvent(clips / mu))
-    for _, _, event in rows:
-        if event is not None:
-            accountant.compose(pickle.loads(event))
+    accountant = LastIterateAccountant(NeighboringRelation[rows[0][0]])
+    for (_, event), count in Counter(rows).items():
+        accountant.compose(pickle.loads(event), count)
     return accountant.guarantee

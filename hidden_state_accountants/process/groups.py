@@ -81,6 +81,11 @@ def run_of_cohorts(
             "A BlockCoordinateDpEvent on a sampled cohort: what is declared about the block need "
             "not hold for data sets with many records without gradient."
         )
+    if isinstance(event, LastIterateDpEvent) and event.record_position is not None:
+        raise UnsupportedRunError(
+            f"A run on a sampled cohort with record_position = {event.record_position}: what the "
+            "other records have would be lost. Leave record_position out."
+        )
     if not isinstance(event, LastIterateDpEvent) or event.loss is None:
         return event
     _check_curvature(event, relation)

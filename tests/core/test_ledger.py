@@ -1,6 +1,8 @@
 """A budget adds up what is released inside of it, and refuses what goes over."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
@@ -9,6 +11,26 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.ledger import active_budget, budget_at
 
 POISSON = PoissonSampledDpEvent(0.01, GaussianDpEvent(1.0))
+WORKER = """
+import sys
+from dp_accounting import GaussianDpEvent
+from hidden_state_accountants.ledger import active_budget
+
+print("ready", flush=True)
+for line in sys.stdin:
+    budget = active_budget()
+    print(budget and budget.spend(GaussianDpEvent(9.0), "REPLACE_SPECIAL"), flush=True)
+"""
+
+
+def run(**changes):
+    """A run whose records have epsilons from 0.002 to 1.993."""
+    arguments = {
+        "noise_multiplier": 2.0, "learning_rate": 0.5, "clip_norm": 1.4143, "batch_size": 500,
+        "dataset_size": 50_000, "num_steps": 1000, "batch_order": "cyclic", "weight_decay": 0.1,
+        "loss": hsa.LossGeometry.softmax_cross_entropy(1.0), **changes,
+    }  # fmt: skip
+    return hsa.LastIterateDpEvent(**arguments)
 
 
 @pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
@@ -33,6 +55,57 @@ def test_what_has_no_mu_is_composed_as_well():
     accountant = hsa.LastIterateAccountant("ADD_OR_REMOVE_ONE")
     accountant.compose(GaussianDpEvent(4.0)).compose(POISSON)
     assert spent.spent_epsilon == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-9)
+
+
+@pytest.mark.parametrize("releases", [[run()], [run(), run(noise_multiplier=4.0), run()]])
+def test_the_guarantee_has_the_assumptions_of_an_accountants(releases):
+    accountant = hsa.LastIterateAccountant()
+    with hsa.budget(9.0, 1e-5) as spent:
+        for event in releases:
+            spent.spend(event, "REPLACE_SPECIAL")
+            accountant.compose(event)
+    own, expected = spent.guarantee, accountant.guarantee
+    assert set(own.assumptions) == set(expected.assumptions)
+    assert own.theorem == expected.theorem
+    assert any("LossGeometry.convex" in assumption.text for assumption in own.assumptions)
+
+
+def test_records_of_one_batch_cost_what_all_records_do():
+    few, everyone = run(record_position=3), run()
+    with hsa.budget(2.0, 1e-5) as spent:
+        spent.spend(few, "REPLACE_SPECIAL")
+        with pytest.raises(hsa.BudgetExceededError):
+            spent.spend(few, "REPLACE_SPECIAL")
+    expected = hsa.LastIterateAccountant().compose(everyone).get_epsilon(1e-5)
+    assert spent.spent_epsilon == pytest.approx(expected, rel=1e-9)
+    assert spent.guarantee.only_for == few.records
+    assert "epsilon 1.9930 of 2 spent" in str(spent)
+
+
+@pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "ADD_OR_REMOVE_ONE"])
+def test_a_cohort_has_no_positions(relation):
+    cohort = PoissonSampledDpEvent(0.5, run(record_position=3))
+    with hsa.budget(2.0, 1e-5) as spent:
+        with pytest.raises(hsa.UnsupportedRunError, match="Leave record_position out"):
+            spent.spend(cohort, relation)
+    assert spent.releases == 0
+
+
+def test_a_worker_that_was_started_before_counts_in_the_budget():
+    streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", WORKER], **streams) as worker:
+
+        def work():
+            print(file=worker.stdin, flush=True)
+            return worker.stdout.readline().strip()
+
+        assert worker.stdout.readline().strip() == "ready"
+        assert work() == "None"
+        with hsa.budget(1.0, 1e-5) as spent:
+            assert [work(), work()] == ["1", "2"]
+        assert work() == "None"
+        worker.stdin.close()
+    assert spent.releases == 2
 
 
 def test_what_goes_over_is_refused_and_costs_nothing():

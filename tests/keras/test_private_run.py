@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("tensorflow")
 import tensorflow as tf
 
+import hidden_state_accountants as hsa
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateUpdate,
@@ -114,6 +115,24 @@ class TestEager:
         assert run.privacy_event.release_steps == (RECORDS // BATCH,)
         assert run.get_epsilon(DELTA) > hidden
         assert "in poisson order" in run.report(DELTA)
+
+    def test_a_budget_counts_a_run_before_it_and_refuses_one_inside(self):
+        run = private_run("head")
+        model = fitted("head", epochs=1)
+        run.step()
+        with hsa.budget(100.0, DELTA) as spent:
+            for train in (
+                run.step,
+                lambda: run.train(1, verbose=False),
+                private_run("head").step,
+                lambda: model.fit(X, Y, batch_size=BATCH, verbose=0),
+                fitted,
+            ):
+                with pytest.raises(UnsupportedRunError, match="count the run inside of it"):
+                    train()
+            spent.spend(model.privacy_event, model.guarantee.neighboring_relation)
+        assert spent.spent_epsilon == pytest.approx(model.get_epsilon(DELTA))
+        assert run.privacy_event.num_steps == 1
 
     def test_it_goes_on_from_a_state(self):
         first = private_run("head")

@@ -61,6 +61,7 @@ from misuse_of_runs import (
 )
 from trial import STEPS, Trial
 
+import hidden_state_accountants as hsa
 from hidden_state_accountants import UnsupportedRunError
 
 ACCOUNTED = "accounted"
@@ -488,6 +489,12 @@ def evaluated_between_steps(trial):
     return {"num_steps": STEPS}
 
 
+def trained_inside_a_budget(trial):
+    """Its epsilon would not be counted there."""
+    with hsa.budget(epsilon=1e-3, delta=1e-5):
+        trial.epoch()
+
+
 def released_between_steps(trial):
     trial.epoch(between=trial.release)
     return {"num_steps": STEPS}
@@ -652,4 +659,7 @@ MISUSES = (
            goes_on=KERAS),
     Misuse(36, optimizer_copied, "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
     Misuse(36, optimizer_pickled, "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
+    # A budget.
+    Misuse(114, trained_inside_a_budget, "inside of hidden_state_accountants.budget",
+           "inside of hidden_state_accountants.budget", goes_on=BOTH),
 )  # fmt: skip

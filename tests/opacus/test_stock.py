@@ -485,6 +485,14 @@ def test_a_model_that_a_stock_engine_has_trained():
     assert len(first.accountant) == 3
 
 
+@pytest.mark.parametrize("declared", [None, {"loss_geometry": SOFTMAX}])
+def test_no_steps_inside_a_budget(declared):
+    loop = make("poisson", declared=declared)
+    with hsa.budget(1.0, DELTA), pytest.raises(hsa.UnsupportedRunError, match="inside of"):
+        loop.epoch()
+    assert len(loop.accountant) == 0
+
+
 def test_processes_of_which_each_draws_from_all_records():
     with (
         mock.patch("torch.distributed.is_initialized", return_value=True),

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("sklearn")
 
+from joblib import Parallel, delayed
 from sklearn.model_selection import GridSearchCV, cross_val_score
 
 import hidden_state_accountants as hsa
@@ -36,6 +37,18 @@ def test_a_search_adds_up_and_warns_of_nothing(jobs):
     assert spent.spent_epsilon == pytest.approx(accountant.get_epsilon(1e-5), rel=1e-6)
     report = search.best_estimator_.report_
     assert "fits: number 5 in a budget of epsilon 4 at delta 1e-05" in report
+
+
+@pytest.mark.slow
+def test_estimators_that_are_made_in_older_workers_are_counted():
+    def fitted_there(_):
+        return PrivateClassifier(epsilon=0.1, classes=[0, 1]).fit(X, Y).n_iter_
+
+    with Parallel(n_jobs=2) as parallel:
+        parallel(delayed(abs)(number) for number in range(2))
+        with hsa.budget(4.0, 1e-5) as spent:
+            parallel(delayed(fitted_there)(number) for number in range(3))
+    assert spent.releases == 3
 
 
 def test_the_fit_that_would_go_over_is_refused_before_training(monkeypatch):

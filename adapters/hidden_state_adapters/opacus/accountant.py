@@ -23,6 +23,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.guarantee import merge_assumptions
+from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_accountants.runs.run import Run
 from hidden_state_adapters.opacus.accounted import (
     AccountedRun,
@@ -309,6 +310,7 @@ class HiddenStateAccountant(IAccountant):
     def _admit(self, made: MadePrivate, optimizer: DPOptimizer, step: int) -> None:
         """Raises UnsupportedRunError if there may be no step."""
         self.check_not_refused()
+        refuse_in_budget("run of a PrivacyEngine")
         if isinstance(optimizer, AdaClipDPOptimizer):
             raise UnsupportedRunError(
                 f"step {step} uses adaptive clipping: {WHY_NOT_ADAPTIVE}. "

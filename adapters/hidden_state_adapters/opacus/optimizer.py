@@ -13,6 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.opacus.gradients.figures import is_on_host, read
 from hidden_state_adapters.opacus.gradients.noise import OwnGenerator, check_noise_source
 from hidden_state_adapters.opacus.gradients.piece import Piece
@@ -146,6 +147,7 @@ class PrivateOptimizer(DPOptimizer):
                 f"{self.run.failure}"
             )
         try:
+            refuse_in_budget("run of HiddenStatePrivacyEngine")
             self.run.declared.schedule.admit(self.num_steps + 1)
             if why_not:
                 raise UnsupportedRunError(why_not)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import BatchOrder, LossGeometry, validate
+from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.data import CyclicBatches, forget_iterated, newest_iterated
@@ -126,6 +127,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
     def on_train_begin(self, logs: Any = None) -> None:
         """Checks the other callbacks; what is trained on shows when the first epoch begins."""
         refuse_surroundings()
+        refuse_in_budget("private run of Keras")
         if self._is_within_fit:
             self._end_interrupted()
         # Keras shows a callback none of its neighbours, some of which choose or release models.

@@ -18,6 +18,7 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     validate,
 )
+from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.tf_privacy import keras_api
@@ -646,7 +647,8 @@ class PrivateRun(Figures):
         return validate.real("target_epsilon", epsilon, minimum=0), validate.target_delta(delta)
 
     def _check_declared(self, more: int) -> None:
-        """Raises UnsupportedRunError if there would be more steps than were declared."""
+        """Raises UnsupportedRunError in a budget, or for more steps than were declared."""
+        refuse_in_budget("private run of Keras")
         before, declared = self._record.num_batches, self.settings.num_steps
         if declared is not None and before + more > declared:
             raise refusal(
