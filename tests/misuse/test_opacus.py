@@ -59,6 +59,7 @@ LAYERS = {
     "statistics": lambda: Mixes(lambda x: nn.functional.batch_norm(x, None, None, training=True)),
     "mean": lambda: Mixes(lambda x: 0.5 * (x - x.mean(0))),
     "largest": lambda: Mixes(lambda x: x / x.norm(dim=1).max()),
+    "guard": lambda: Mixes(lambda x: x / (x.norm(dim=1).max() / 3).clamp(min=1.0)),
     "batch_norm": lambda: nn.BatchNorm1d(FEATURES, affine=False),
     "counts": Counts,
 }

@@ -1,16 +1,30 @@
-"""One look at the first batch tells models that mix its records, but for composition."""
+"""One look at the first batch tells models, and collate functions, that mix its records."""
 
 import pytest
 import torch
+from opacus.layers import DPLSTM
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus import DiceSGDOptimizer
+from hidden_state_accountants.guarantee import Status
+from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-ALONE = "the model took every record by itself"
+ALONE = "the model takes every record of a batch by itself"
+LOOKED = f"{ALONE} (looked at once, on the first batch"
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, features):
+        return self.function(features)
 
 
 class Model(nn.Module):
@@ -25,6 +39,7 @@ class Model(nn.Module):
 MIXES = {
     "mean": lambda x: x - x.mean(0),
     "largest": lambda x: x / x.norm(dim=1).max(),
+    "guard": lambda x: x / (x.norm(dim=1).max() / 30).clamp(min=1.0),  # nothing that long is there
     "statistics": lambda x: functional.batch_norm(x, None, None, training=True),
     "rank": lambda x: x + x.argsort(0).float(),
     "neighbour": lambda x: x + 0.1 * x.roll(1, 0),
@@ -46,6 +61,7 @@ def a_run(make_run, function, **arguments):
 KINDS = {
     "dice": {"loss_geometry": None, "optimizer_class": DiceSGDOptimizer},
     "declared": {"loss_geometry": hsa.LossGeometry.convex(1.0)},
+    "composition": {"loss_geometry": None},
 }
 
 
@@ -57,26 +73,54 @@ def test_models_that_mix(make_run, name, kind):
         run.epoch()
 
 
+def of_the_model(engine):
+    """What is said about the model, which is never said to be checked."""
+    (own,) = [a for a in engine.assumptions if a.text.startswith(ALONE)]
+    assert own.status is Status.DECLARED
+    return own.text
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", DOES_NOT)
-def test_models_that_do_not(make_run, name):
-    run = a_run(make_run, DOES_NOT[name], **KINDS["dice"])
+def test_models_that_do_not(make_run, name, kind):
+    run = a_run(make_run, DOES_NOT[name], **KINDS[kind])
     run.epoch()
-    assert any(a.text.startswith(ALONE) for a in run.engine.assumptions)
+    assert of_the_model(run.engine).startswith(LOOKED)
 
 
 def test_random_models_are_declared(make_run):
-    run = a_run(make_run, nn.Dropout(0.5), **KINDS["dice"])
+    run = a_run(make_run, lambda x: x + torch.rand_like(x), **KINDS["dice"])
     run.epoch()
-    assert not any(a.text.startswith(ALONE) for a in run.engine.assumptions)
-    texts = [a.text for a in run.engine.assumptions]
-    assert "the model takes every record of a batch by itself" in texts
+    assert of_the_model(run.engine) == ALONE
 
 
-def test_composition_is_at_the_trust_of_opacus(make_run):
-    run = a_run(make_run, MIXES["mean"], loss_geometry=None)
+@pytest.mark.parametrize("function", [nn.Dropout(0.5), lambda x: functional.dropout(x, 0.5)])
+def test_dropout_hides_nothing(make_run, function):
+    """The function draws in eval() mode, too, and nobody can tell; the module does not."""
+    run = a_run(make_run, function, **KINDS["composition"])
     run.epoch()
-    texts = [a.text for a in run.engine.assumptions]
-    assert "the model takes every record of a batch by itself" in texts
+    is_module = isinstance(function, nn.Module)
+    assert of_the_model(run.engine).startswith(LOOKED if is_module else ALONE)
+    if is_module:
+        mixes = a_run(
+            make_run, nn.Sequential(function, Function(MIXES["mean"])), **KINDS["composition"]
+        )
+        with pytest.raises(hsa.UnsupportedRunError, match="the model mixes the records"):
+            mixes.epoch()
+
+
+@pytest.mark.parametrize("kind", ["one head", "a network"])
+def test_a_head_on_a_frozen_network_that_mixes(make_run, kind):
+    """Composition: the features of a frozen part, divided by the largest of the batch."""
+    model = Model(MIXES["largest"])
+    model.first.requires_grad_(kind == "a network")
+    run = make_run(
+        model=model,
+        optimizer=torch.optim.Adam(p for p in model.parameters() if p.requires_grad),
+        loss_geometry=None,
+    )
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1: the model mixes the records"):
+        run.epoch()
 
 
 def test_nothing_is_left_behind(make_run):
@@ -106,3 +150,158 @@ def test_class_weights_in_a_mean_are_divided_by_those_of_the_batch(make_run):
     criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
     with pytest.raises(hsa.UnsupportedRunError, match="Expected no class weights in a mean"):
         make_run(loss_geometry=None, criterion=criterion)
+
+
+# --- ordinary models that take every record by itself ---------------------------------------------
+
+
+class Words(nn.Module):
+    """Indices, as integers or in floating point, and a mask; another order, other containers."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(20, 4), nn.Linear(4, 3)
+
+    def forward(self, ids, mask=None):
+        mean = self.words(ids.long())
+        if mask is None:
+            return self.head(mean.mean(1))
+        kept = mask[..., None].to(mean)
+        return {"logits": self.head((mean * kept).sum(1) / kept.sum(1).clamp(min=1))}
+
+
+class Writes(Model):
+    """Works on its input in place."""
+
+    def forward(self, features):
+        return super().forward(features.mul_(0.5))
+
+
+class Convolution(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 3, 5), nn.Flatten())
+
+
+def trained(module, tensors, loss, arguments=None, **loader):
+    engine = HiddenStatePrivacyEngine()
+    data = tensors if isinstance(tensors, list) else TensorDataset(*tensors)
+    model, optimizer, batches = engine.make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=DataLoader(data, batch_size=6, **loader), noise_multiplier=1.0,
+        max_grad_norm=1.0, batch_order="cyclic", **(arguments or {}),
+    )  # fmt: skip
+    for batch in batches:
+        optimizer.zero_grad()
+        loss(model, *batch).backward()
+        optimizer.step()
+    assert engine.get_epsilon(1e-5) > 0
+    return of_the_model(engine)
+
+
+IDS, LABELS = torch.arange(60).reshape(12, 5) % 20, torch.arange(12) % 3
+PAIRS = torch.linspace(-1, 1, 60).reshape(12, 5)
+
+
+def entropy(model, inputs, labels):
+    return functional.cross_entropy(model(inputs), labels)
+
+
+def with_a_mask(model, ids, labels):
+    return functional.cross_entropy(model(ids, mask=ids > 3)["logits"], labels)
+
+
+@pytest.mark.parametrize(
+    ("make", "inputs", "loss"),
+    [
+        (Words, IDS, entropy),
+        (Words, IDS.float(), entropy),
+        (Words, IDS, with_a_mask),
+        (lambda: Writes(torch.tanh), PAIRS, entropy),
+        (Convolution, PAIRS, entropy),
+    ],
+    ids=["words", "words in float", "mask", "in place", "convolution"],
+)  # fmt: skip
+def test_ordinary_models(make, inputs, loss):
+    torch.manual_seed(0)
+    assert trained(make(), (inputs.clone(), LABELS), loss).startswith(LOOKED)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_container_that_is_not_looked_into(beside):
+    class Box:
+        def __init__(self, inside):
+            self.inside = inside
+
+    class Opens(Model):
+        def forward(self, *boxes):
+            inputs = [getattr(box, "inside", box) for box in boxes]
+            return super().forward(sum(inputs))
+
+    def loss(model, inputs, labels):
+        boxes = [Box(inputs), inputs] if beside else [Box(inputs)]
+        return functional.cross_entropy(model(*boxes), labels)
+
+    assert trained(Opens(torch.tanh), (PAIRS, LABELS), loss) == ALONE
+
+
+# --- the loader's collate_fn ----------------------------------------------------------------------
+
+
+def records():
+    """Sequences of 3 to 14 vectors."""
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(3 + i, 2, generator=generator), i % 3) for i in range(12)]
+
+
+def padded(rows):
+    return pad_sequence([x for x, _ in rows], batch_first=True), torch.tensor([y for _, y in rows])
+
+
+def padded_to_20(rows):
+    longer = [functional.pad(x, (0, 0, 0, 20 - len(x))) for x, _ in rows]
+    return torch.stack(longer), torch.tensor([y for _, y in rows])
+
+
+def centred(rows):
+    inputs, labels = padded_to_20(rows)
+    return inputs - inputs.mean(0), labels
+
+
+class Mean(nn.Module):
+    """Of the positions: with or without the padding; or the last one of a recurrent network."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind, self.head = kind, nn.Linear(2, 3)
+        self.lstm = DPLSTM(2, 2, batch_first=True) if kind == "last" else None
+
+    def forward(self, inputs):
+        if self.kind == "last":
+            return self.head(self.lstm(inputs)[0][:, -1])
+        hidden = torch.tanh(inputs)
+        is_there = inputs.any(dim=2, keepdim=True)
+        count = is_there.sum(1) if self.kind == "mask" else inputs.shape[1]
+        return self.head((hidden * is_there).sum(1) / count)
+
+
+@pytest.mark.parametrize(
+    ("kind", "collate"), [("all", padded), ("last", padded), ("all", centred), ("mask", centred)]
+)
+def test_a_longer_record_changes_the_gradients_of_others(kind, collate):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"mixes the records.*padding to the longest"):
+        trained(Mean(kind), records(), entropy, collate_fn=collate)
+
+
+@pytest.mark.parametrize(
+    ("kind", "collate"), [("mask", padded), ("all", padded_to_20), ("last", padded_to_20)]
+)
+def test_padding_that_the_model_does_not_see(kind, collate):
+    assert trained(Mean(kind), records(), entropy, collate_fn=collate).startswith(LOOKED)
+
+
+def test_a_collate_fn_that_draws_cannot_be_looked_at():
+    def noisy(rows):
+        inputs, labels = padded(rows)
+        return inputs + torch.randn(()), labels
+
+    assert trained(Mean("mask"), records(), entropy, collate_fn=noisy).startswith(LOOKED)

@@ -17,7 +17,7 @@ from hidden_state_adapters.opacus.gradients.precision import (
     exact_products,
     is_exact,
 )
-from hidden_state_adapters.opacus.sources.base import Call
+from hidden_state_adapters.opacus.sources.apart import Call
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.iterate import Iterate
 

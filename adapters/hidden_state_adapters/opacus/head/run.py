@@ -23,8 +23,8 @@ from hidden_state_adapters.opacus.gradients.samples import SampleGradients
 from hidden_state_adapters.opacus.head.diagnosis import diagnosis
 from hidden_state_adapters.opacus.head.passes import HeadPass, HeadPasses
 from hidden_state_adapters.opacus.head.targets import Targets
-from hidden_state_adapters.opacus.sources.apart import records_are_apart
-from hidden_state_adapters.opacus.sources.base import Call, Source
+from hidden_state_adapters.opacus.sources.apart import Call
+from hidden_state_adapters.opacus.sources.base import ALONE, Source
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 
 TOLERANCE = 1e-2  # of the length of all slopes of a piece: bfloat16 in a loop passes
@@ -63,7 +63,7 @@ class HeadRun(Source):
         self._passes = HeadPasses(
             module, head, self.iterate, frozen, is_flat=is_flat, has_loss=self._has_loss
         )
-        self._is_open = self._is_open and module is not head
+        self._is_open = module is not head or self._collated.is_custom
         self._used: list[HeadPass] = []
         self._first: torch.Tensor | None = None  # features of the first block of a step
         self._forget_gradients()
@@ -73,7 +73,7 @@ class HeadRun(Source):
     def begin(self, piece: Piece) -> int:
         """See `Source.begin`."""
         self._check_trained(piece.step)
-        if self._looks:
+        if not self._is_composed:
             self._check_penalty(piece)
         used = self._passes.used()
         is_once = len(used) < 2 or (self._feature_norm is None and used[0].call is not None)
@@ -127,7 +127,7 @@ class HeadRun(Source):
         if len(parts) > 1 or features.dim() != 2:
             self._keep_samples(parts)
             piece.gradients = SampleGradients()
-            return {"gradient": piece.largest_norm, **self._looks_once(piece)}
+            return {"gradient": piece.largest_norm, **self._look_once(piece, self._features)}
         gradients = HeadGradients(self._head, features, self._slopes_of(piece, got))
         piece.gradients = gradients
         found: dict[str, Figure] = {
@@ -140,7 +140,7 @@ class HeadRun(Source):
         elif self._first is not None:
             same = self._first.shape == features.shape
             found["other_inputs"] = differ(features, self._first) if same else True
-        return {**found, **self._looks_once(piece)}
+        return {**found, **self._look_once(piece, self._features)}
 
     def _got(self, own: HeadPass, rows: int) -> torch.Tensor:
         """What the backward pass left at the outputs, of the loss of a record."""
@@ -163,16 +163,6 @@ class HeadRun(Source):
         if bias is not None:
             of_bias = [torch.einsum("n...k->nk", s) for _, s in parts]
             bias.grad_sample = torch.stack(of_bias).sum(0)
-
-    def _looks_once(self, piece: Piece) -> dict[str, Figure]:
-        call = self.call
-        if not self._is_open or piece.rows < 2 or call is None:
-            return {}
-        self._is_open = False
-        self._is_apart = records_are_apart(
-            self._module, self._features, call, piece.rows, self._dim
-        )
-        return {"mixed": self._is_apart is False}
 
     def _features(self, call: Call) -> list[torch.Tensor]:
         """What reaches the head in a pass."""
@@ -238,10 +228,9 @@ class HeadRun(Source):
         """What holds by construction, what is looked at, and what is taken on trust."""
         if self._feature_norm is not None:
             yield Assumption.checked(f"feature norms at most {self._feature_norm:g}")
-        alone = "the model takes every record of a batch by itself"
         for one in super().assumptions:
-            if self._module is not self._head or one.text != alone:  # a head alone mixes nothing
-                yield one
+            if self._module is not self._head or not one.text.startswith(ALONE):
+                yield one  # a head alone mixes nothing
 
 
 class KnownHeadRun(HeadRun):

@@ -20,6 +20,7 @@ from hidden_state_adapters.opacus.head.targets import Targets
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.registry import check_later_steps, note_branch
 from hidden_state_adapters.opacus.sources.base import Source
+from hidden_state_adapters.opacus.sources.collated import Collated
 from hidden_state_adapters.opacus.sources.samples import SampledRun
 
 _logger = logging.getLogger("hidden_state_accountants")
@@ -252,6 +253,7 @@ def _source(declared: DeclaredRun, cursor: BatchCursor) -> Source:
         "has_loss": declared.loss is not None and known is None,
         "lipschitz": declared.lipschitz,
         "is_composed": is_composed,
+        "collated": Collated(declared.plan, arguments.data_loader),
     }
     if declared.head is None:
         if arguments.opacus.get("grad_sample_mode") == "ghost" and not is_composed:

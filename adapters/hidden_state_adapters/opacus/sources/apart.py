@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -10,12 +11,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils._pytree import tree_leaves, tree_map
 
-from hidden_state_adapters.opacus.sources.base import Call
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call."""
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
-_COARSE = 2e-2  # of what was computed in half precision
+_COARSE = 5e-2  # of what was computed in half precision, or may have been in TF32
+_FACTORS = (1000, -1)  # of other records
+
+Version = tuple[Callable[[], Call], int, range]
+"""Makes a call with other records; their number; those of the batch that are among them.
+
+These are in their own places, or alone.
+"""
 
 
 def records_are_apart(
@@ -24,8 +34,12 @@ def records_are_apart(
     call: Call,
     rows: int,
     dim: int = 0,
+    further: Sequence[Version] = (),
 ) -> bool | None:
     """Whether half of a batch gives the same alone, and beside other records.
+
+    Dropout is switched off for the look, and all else that eval() switches off where that does not
+    make the model repeat itself.
 
     Args:
         module: The model.
@@ -34,89 +48,132 @@ def records_are_apart(
         call: What the model was called with.
         rows: Records of the batch, at least two.
         dim: The dimension that counts them.
+        further: Versions of the call that should give the same, too.
 
     Returns:
         None where nobody can tell: the model raises on other batches, draws random numbers, or
         computes nothing that has an entry for every record.
     """
-    look = _Look(module, compute, dim)
-    try:
-        whole = look.computed(call, rows)
-    except Exception:  # whatever a model may raise that is called again
-        return None
-    has_seen_all = bool(whole)
-    for other, size, kept in _versions(call, rows, dim):
-        expected = [x.narrow(dim, kept.start, len(kept)) for x in whole]
-        try:
-            found = [x.narrow(dim, 0, len(kept)) for x in look.computed(other, size)]
-            if look.is_near(found, expected):
-                continue
-            first, again = (look.computed(call, rows, is_random=True) for _ in range(2))
-        except Exception:  # whatever a model may raise on records that are not in the data
-            has_seen_all = False
-            continue
-        return False if look.is_near(first, again) else None
-    return True if has_seen_all else None
+    parts = list(module.modules())
+    dropouts = [part for part in parts if isinstance(part, _DropoutNd)]
+    versions = [*_versions(call, rows, dim), *further]
+    looks = (_Look(module, compute, dim, off).at(call, rows, versions) for off in (dropouts, parts))
+    return next((found for found in looks if found is not None), None)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 class _Look:
-    """Computes what a model makes of a batch, and leaves it as it was."""
+    """Computes what a model makes of a batch, and leaves it as it was.
 
-    def __init__(self, module: nn.Module, compute: Any, dim: int):
-        self._module, self._compute, self._dim = module, compute, dim
+    Args:
+        module: The model.
+        compute: See `records_are_apart`.
+        dim: The dimension that counts the records.
+        off: The parts that are in eval() mode for the look.
+    """
+
+    def __init__(self, module: nn.Module, compute: Any, dim: int, off: Sequence[nn.Module]):
+        self._module, self._compute, self._dim, self._off = module, compute, dim, off
+        params = list(module.parameters())
         coarse = (torch.float16, torch.bfloat16)
-        self._is_coarse = any(x.dtype in coarse for x in module.parameters())
+        self._is_coarse = any(x.dtype in coarse or x.is_cuda for x in params)
 
-    def computed(self, call: Call, rows: int, *, is_random: bool = False) -> list[torch.Tensor]:
+    def at(self, call: Call, rows: int, versions: Sequence[Version]) -> bool | None:
+        """See `records_are_apart`."""
+        try:
+            whole = self._computed(call, rows)
+        except Exception:  # whatever a model may raise that is called again
+            return None
+        has_seen_all = bool(whole)
+        for make, size, kept in versions:
+            expected = [x.narrow(self._dim, kept.start, len(kept)) for x in whole]
+            try:
+                start = kept.start if size == rows else 0
+                found = self._computed(make(), size)
+                found = [x.narrow(self._dim, start, len(kept)) for x in found]
+                if [x.shape for x in found] != [x.shape for x in expected]:
+                    has_seen_all = False  # a container that is not looked into, other lengths
+                    continue
+                if self._are_near(found, expected):
+                    continue
+                first, again = (self._computed(call, rows, is_random=True) for _ in range(2))
+            except Exception:  # whatever a model may raise on records that are not in the data
+                has_seen_all = False
+                continue
+            return False if self._are_near(first, again) else None
+        return True if has_seen_all else None
+
+    def _computed(self, call: Call, rows: int, *, is_random: bool = False) -> list[torch.Tensor]:
         """What has an entry for every record."""
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+        modes = [(part, part.training) for part in self._off]
         repeats = random_numbers_as_before(tree_leaves(call))
         try:
+            for part, _ in modes:
+                part.training = False
             with torch.no_grad(), contextlib.nullcontext() if is_random else repeats:
-                found = self._compute(call)
+                found = self._compute(tree_map(_copy, call))  # a model may write to its input
         finally:
+            for part, mode in modes:
+                part.training = mode
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
         return [x for x in found if x.dim() > self._dim and x.shape[self._dim] == rows]
 
-    def is_near(self, found: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> bool:
+    def _are_near(self, found: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> bool:
         """Whether two results are equal, up to rounding."""
-        return len(found) == len(own) and all(map(self._are_near, found, own))
+        return all(map(self._is_near, found, own))
 
-    def _are_near(self, found: torch.Tensor, own: torch.Tensor) -> bool:
+    def _is_near(self, found: torch.Tensor, own: torch.Tensor) -> bool:
         limit = _COARSE if self._is_coarse else _TOLERANCE.get(own.dtype, _COARSE)
         off = torch.linalg.vector_norm(found - own)
         return bool(off <= limit * torch.linalg.vector_norm(own))
 
 
-def _versions(call: Call, rows: int, dim: int) -> Iterator[tuple[Call, int, range]]:
-    """Batches that start with one half of the records, their sizes, and which records these are."""
-    middle = rows // 2
-    for kept, rest in ((range(middle), range(middle, rows)), (range(middle, rows), range(middle))):
-        yield _changed(call, rows, dim, kept), len(kept), kept
-        for factor in (2, -1):
-            yield _changed(call, rows, dim, kept, rest, factor), rows, kept
+def _versions(call: Call, rows: int, dim: int) -> Iterator[Version]:
+    """Each half of the records alone, and beside others in the places of the rest."""
+    for kept in halves(rows):
+        yield functools.partial(_changed, call, rows, dim, kept, None), len(kept), kept
+        for factor in _FACTORS:
+            yield functools.partial(_changed, call, rows, dim, kept, factor), rows, kept
 
 
-def _other(part: torch.Tensor, dim: int, factor: int) -> torch.Tensor:
-    """Other records, of integers in another order: a model may know no others."""
-    return factor * part if part.is_floating_point() else part.flip(dim)
+def halves(rows: int) -> tuple[range, range]:
+    """The records of each half of a batch."""
+    return range(rows // 2), range(rows // 2, rows)
 
 
-def _changed(
-    call: Call, rows: int, dim: int, kept: range, rest: range = range(0), factor: int = 1
-) -> Call:
-    """The records that are kept, and others made of the rest."""
+def _changed(call: Call, rows: int, dim: int, kept: range, factor: int | None) -> Call:
+    """The records that are kept, alone or beside others."""
 
     def one(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() <= dim or value.shape[dim] != rows:
             return value
-        own, others = (value.detach().narrow(dim, x.start, len(x)) for x in (kept, rest))
-        return torch.cat([own, _other(others, dim, factor)], dim=dim)
+        parts = [value.detach().narrow(dim, half.start, len(half)) for half in halves(rows)]
+        own = 0 if kept.start == 0 else 1
+        if factor is None:
+            return parts[own]
+        parts[1 - own] = _other(parts[1 - own], dim, factor)
+        return torch.cat(parts, dim=dim)
 
     changed: Call = tree_map(one, call)
     return changed
+
+
+def _other(part: torch.Tensor, dim: int, factor: int) -> torch.Tensor:
+    """Records scaled, or in another order where they are integers.
+
+    Those may be indices, in floating point, too: a model may know no others.
+    """
+    flipped = part.flip(dim)
+    if not part.is_floating_point():
+        return flipped
+    is_whole = (part == part.round()).all(dim=dim, keepdim=True)
+    return torch.where(is_whole, flipped, factor * part)
 
 
 @contextlib.contextmanager

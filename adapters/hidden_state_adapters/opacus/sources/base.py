@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,12 +14,12 @@ from hidden_state_adapters.opacus.gradients.bounds import check_gradients
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.gradients.precision import check_precision
+from hidden_state_adapters.opacus.sources.apart import Call, records_are_apart
+from hidden_state_adapters.opacus.sources.collated import Collated
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.iterate import Iterate
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call."""
-
+ALONE = "the model takes every record of a batch by itself"
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
@@ -40,6 +39,7 @@ class Source:
         has_loss: Whether the loop's gradients have to be those of a loss that was declared.
         lipschitz: Of the loss of one record in the parameters, or None.
         is_composed: Whether every step counts, so that the loop may do what Opacus lets it do.
+        collated: Batches of fewer records, as the loader would deal them.
     """
 
     def __init__(
@@ -51,14 +51,16 @@ class Source:
         has_loss: bool,
         lipschitz: float | None,
         is_composed: bool,
+        collated: Collated,
     ):
         self._module, self._frozen, self._lipschitz = module, frozen, lipschitz
-        self._dim, self._has_loss, self._looks = dim, has_loss, not is_composed
+        self._dim, self._has_loss, self._is_composed = dim, has_loss, is_composed
+        self._collated = collated
         self.iterate = Iterate(module)
         self._held = list(module.parameters())
         self._flags = list(map(_IS_TRAINED, self._held))
         self._is_apart: bool | None = None
-        self._is_open = self._looks  # whether records were not looked at yet
+        self._is_open = True  # whether records were not looked at yet
 
     # In a step
 
@@ -85,6 +87,20 @@ class Source:
         """Figures to be read from the device in one transfer; `piece.gradients` is there then."""
         raise NotImplementedError
 
+    def _look_once(
+        self, piece: Piece, compute: Callable[[Call], list[torch.Tensor]]
+    ) -> dict[str, Figure]:
+        """Looks whether the model mixes records, once, on the first batch that has several."""
+        call = self.call
+        if not self._is_open or piece.rows < 2 or call is None:
+            return {}
+        self._is_open = False
+        further = self._collated.versions(call, piece)
+        self._is_apart = records_are_apart(
+            self._module, compute, call, piece.rows, self._dim, further
+        )
+        return {"mixed": self._is_apart is False}
+
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if the values of the figures are wrong."""
         if values["moved"]:
@@ -105,7 +121,8 @@ class Source:
                 "then depends on all records, and no clip bounds what one of them does. Compute "
                 "the output of every record from that record alone (nn.GroupNorm or nn.LayerNorm "
                 "in place of statistics of the batch, constants in place of its mean or its "
-                "largest norm)."
+                "largest norm; a fixed length, or a mask that leaves out the padding, in place of "
+                "padding to the longest record of the batch)."
             )
         if values.get("other_inputs"):
             raise UnsupportedRunError(
@@ -164,10 +181,10 @@ class Source:
             )
         if self._frozen:
             yield Assumption.checked("the frozen part of the model in eval() mode")
+        looked = ""
         if self._is_apart:
-            yield Assumption.checked(
-                "the model took every record by itself: what it computed for both halves of the "
-                "first batch was the same alone, and beside other records"
+            looked = (
+                " (looked at once, on the first batch: what it computed for each half was the same "
+                "alone, and beside other records)"
             )
-        else:
-            yield Assumption.declared("the model takes every record of a batch by itself")
+        yield Assumption.declared(f"{ALONE}{looked}")

@@ -15,8 +15,8 @@ from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, count
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.gradients.precision import check_arithmetic, check_convolutions
 from hidden_state_adapters.opacus.gradients.samples import GhostGradients, SampleGradients, rows_of
-from hidden_state_adapters.opacus.sources.apart import records_are_apart
-from hidden_state_adapters.opacus.sources.base import Call, Source
+from hidden_state_adapters.opacus.sources.apart import Call
+from hidden_state_adapters.opacus.sources.base import Source
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
 
@@ -24,8 +24,7 @@ from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
 class SampledRun(Source):
     """Takes the gradients that Opacus computed for every record, at Opacus' trust.
 
-    The training passes use the weights that the last step left. Of a run that is not composition
-    they are also seen to take every record by itself.
+    The training passes use the weights that the last step left.
 
     Args:
         module: The module itself, not Opacus' wrapper.
@@ -109,13 +108,7 @@ class SampledRun(Source):
             self._first = [(x, counted_writes(x)) for x in self.inputs]
         else:
             found["other_inputs"] = self._has_other_inputs()
-        if self._is_open and piece.rows > 1 and self._call is not None:
-            self._is_open = False
-            self._is_apart = records_are_apart(
-                self._module, self._outputs, self._call, piece.rows, self._dim
-            )
-            found["mixed"] = self._is_apart is False
-        return found
+        return {**found, **self._look_once(piece, self._outputs)}
 
     def _has_other_inputs(self) -> Figure:
         """Whether a block is updated on something else than the first one."""
@@ -149,7 +142,7 @@ class SampledRun(Source):
     def assumptions(self) -> Iterable[Assumption]:
         """What is looked at, and what is taken on trust."""
         yield from super().assumptions
-        if self._looks:
+        if not self._is_composed:
             yield Assumption.declared(
                 "the loss of every record is computed from that record alone (a mean over tokens "
                 "that leaves out padding is not)"
