@@ -130,6 +130,8 @@ class BatchPlan:
         max_batch_size: The cap of POISSON batches, or None.
         sampling_rate: The probability with which a record joins a POISSON batch, if it is not b/n;
             or None.
+        dataset_size: Number of records as the event has it; another one may be assigned where it
+            is what the relation hides.
 
     Args:
         records: The indices of all records, in an order that does not depend on them; public.
@@ -147,6 +149,7 @@ class BatchPlan:
         self, records: Sequence[int], batch_size: int, order: BatchOrder, keys: RandomKeys | None
     ):
         self.records, self.batch_size, self.order, self._keys = records, batch_size, order, keys
+        self.dataset_size = len(records)
 
     @property
     def num_batches(self) -> int:

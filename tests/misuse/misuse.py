@@ -622,7 +622,8 @@ MISUSES = (
     Misuse(23, noise_seeded_again, DECLARED, None),
     Misuse(23, noise_seeded_for_every_step, DECLARED, None),
     # Several runs, and runs that ended.
-    Misuse(9, number_of_records_in_the_divisor, "constant rate and divisor", None, goes_on=OPACUS),
+    Misuse(9, number_of_records_in_the_divisor, "constant rate and divisor",
+           "constant rate and divisor", goes_on=BOTH),
     Misuse(26, accounted_again, "no other engine has trained|took no step", "without steps, got",
            goes_on=BOTH),
     Misuse(26, older_run_goes_on, "This run ended when make_private was called again", None,

@@ -235,7 +235,8 @@ def number_of_records_in_the_divisor(trial):
 
 
 def microbatches_under_add_or_remove(trial):
-    trial.group(1, batch_order="poisson", neighboring_relation="add_or_remove_one")
+    relation = {"neighboring_relation": "add_or_remove_one", "sampling_rate": 0.5}
+    trial.group(1, batch_order="poisson", loss_geometry=None, **relation)
     trial.epoch()
 
 

@@ -502,6 +502,10 @@ class ModelTrial(OnKeras):
     def begin_anew(self):
         self.compile()
 
+    def begin_under_add_or_remove(self):
+        relation = {"neighboring_relation": "add_or_remove_one"}
+        self.group(BATCH, **relation, batch_order="poisson", loss_geometry=None)
+
     def copy_model(self):
         weights = self.model.get_weights()
         self.build()

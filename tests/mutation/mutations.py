@@ -205,6 +205,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         "keras/test_model_attacks.py::test_secret_batches_are_drawn_by_the_operating_system": {
             "secret_batches_have_a_seed": ("keys = RandomKeys()", "keys = RandomKeys(seed=0)"),
         },
+        "keras/test_add_or_remove.py": {
+            "the_number_of_examples_is_in_the_event_under_add_or_remove": (
+                "        plan.dataset_size = max(batch_size, round(batch_size / sampling_rate))\n",
+                "",
+            ),
+        },
     },
     "../adapters/hidden_state_adapters/tf_privacy/blocks.py": {
         "keras/test_model_blocks.py::test_the_account_is_that_of_the_event": {
@@ -345,6 +351,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
     },
     "../adapters/hidden_state_adapters/tf_privacy/settings.py": {
+        "keras/test_add_or_remove.py": {
+            "a_rate_from_the_number_of_examples_under_add_or_remove": (
+                "        if self.sampling_rate is None:\n",
+                "        if False:\n",
+            ),
+        },
         "keras/test_model_with_optimizers.py::test_they_contradict_each_other": {
             "an_optimizer_may_contradict_the_model": (
                 "if own is not None and own != value:",

@@ -63,6 +63,7 @@ def plan_of(
     max_batch_size: int | None,
     drop_remainder: bool,
     microbatch: int = 1,
+    sampling_rate: float | None = None,
 ) -> BatchPlan:
     """The batches of a run, drawn by the operating system where they are random.
 
@@ -74,6 +75,8 @@ def plan_of(
         drop_remainder: Leaves out the last examples that do not fill a batch of an order with equal
             batches, or a microbatch.
         microbatch: m, the examples of a record.
+        sampling_rate: Constant rate of POISSON batches; None to compute it, and the divisor, from
+            the number of examples.
 
     Returns:
         A plan of records: its sizes are those in examples over m.
@@ -90,6 +93,10 @@ def plan_of(
             "drop_remainder=True to leave them out, or choose another num_microbatches."
         )
     records = range(examples // microbatch)
+    if sampling_rate is not None:
+        plan = SampledPlan(records, batch_size, order, keys, sampling_rate=sampling_rate)
+        plan.dataset_size = max(batch_size, round(batch_size / sampling_rate))
+        return plan
     if order is BatchOrder.FULL:
         return FixedPlan(records, len(records), order)
     if batch_size > examples:

@@ -324,7 +324,7 @@ class BlockSteps(Mechanism):
         return {
             **self._settings_of_run,
             "batch_size": plan.batch_size,
-            "dataset_size": len(plan.records),
+            "dataset_size": plan.dataset_size,
             "block_loss": self._loss,
         }
 

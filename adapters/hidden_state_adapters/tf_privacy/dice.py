@@ -441,7 +441,7 @@ class DiceSteps(Mechanism):
         return DiceSgdRun(
             batch_order=plan.order,
             batch_size=plan.batch_size,
-            dataset_size=len(plan.records),
+            dataset_size=plan.dataset_size,
             sampling_rate=plan.sampling_rate,
             gradient_bound=declared.longest_gradient,
             **self.constants,

@@ -306,7 +306,7 @@ class Mechanism:
         return RunRecorder(
             batch_order=plan.order,
             batch_size=plan.batch_size,
-            dataset_size=len(plan.records),
+            dataset_size=plan.dataset_size,
             loss=_of_means(self._loss) if is_microbatched else self._loss,
             prox_strong_convexity=self._settings.prox_strong_convexity,
             domain_diameter=math.inf if radius is None else 2 * radius,

@@ -443,6 +443,10 @@ class HiddenStateModel(PrivateTraining):
             if it is compiled with one of the optimizers that have noise.
         max_batch_size: Of Poisson batches: beyond it examples are left out, uniformly, which is
             accounted.
+        sampling_rate: Constant probability with which an example joins a Poisson batch, for
+            ADD_OR_REMOVE_ONE, which hides the number of examples: an epoch then has 1/sampling_rate
+            steps, rounded up, each of which divides by the batch_size of fit. None computes rate
+            and divisor from the number of examples.
         drop_remainder: Leaves out the last examples that do not fill a batch, where all batches
             have one size, or a microbatch.
         prox: A Regulariser, whose proximal map with the step's learning rate follows every step of
@@ -458,8 +462,9 @@ class HiddenStateModel(PrivateTraining):
             runs whose loss is known. Constants of the loss are multiplied by it, and by the largest
             class_weight.
         neighboring_relation: REPLACE_SPECIAL (an example is replaced by one with zero gradient),
-            REPLACE_ONE, or for composition of Poisson batches ADD_OR_REMOVE_ONE. With microbatches
-            of several examples all figures are for REPLACE_ONE, which covers the first as well.
+            REPLACE_ONE, or for composition of Poisson batches with a `sampling_rate`
+            ADD_OR_REMOVE_ONE. With microbatches of several examples all figures are for
+            REPLACE_ONE, which covers the first as well.
         target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs as
             "epsilon_if_released_now".
         checkpoints_stay_private: Declares that nobody sees the files of ModelCheckpoint. Otherwise

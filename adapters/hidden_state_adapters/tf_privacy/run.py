@@ -293,6 +293,7 @@ class PrivateRun(Figures):
             max_batch_size=settings.max_batch_size,
             drop_remainder=settings.drop_remainder,
             microbatch=self._microbatch,
+            sampling_rate=settings.sampling_rate,
         )
         self.steps_per_epoch = number or self.plan.num_batches
         self._replicas = 1 if strategy is None else strategy.num_replicas_in_sync
@@ -338,7 +339,7 @@ class PrivateRun(Figures):
             model,
             steps,
             batch_size=self.plan.batch_size,
-            examples=len(self.plan.records),
+            examples=self.plan.dataset_size,
             relation=self.relation,
             declared=declared,
             checked=looked_at,
@@ -779,6 +780,11 @@ class PrivateRun(Figures):
                 "validation data are public; by their metrics only EarlyStopping chose when to "
                 "stop, or ModelCheckpoint which file to keep: the iterates of all epochs that were "
                 "asked for count as released, trained or not"
+            )
+        if self.settings.sampling_rate is not None:
+            yield (
+                "sampling_rate and batch_size are public constants that were not computed from the "
+                "examples or their number, and neither is the number of steps"
             )
         if self.settings.checkpoints_stay_private:
             yield "the files of ModelCheckpoint stay private"

@@ -192,6 +192,7 @@ _CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
     "num_steps": _count,
     "batch_order": lambda _, value: parse_batch_order(value),
     "max_batch_size": _count,
+    "sampling_rate": lambda name, value: validate.real(name, value, above=0, maximum=1),
     "prox": _regulariser,
     "projection_radius": _positive,
     "loss_geometry": lambda _, given: (
@@ -218,6 +219,7 @@ class Settings:
     num_steps: int | None = None
     batch_order: BatchOrder | None = None
     max_batch_size: int | None = None
+    sampling_rate: float | None = None
     drop_remainder: bool = False
     prox: Regulariser | None = None
     projection_radius: float | None = None
@@ -253,7 +255,37 @@ class Settings:
                 f'ADD_OR_REMOVE_ONE: with batch_order="{order.value}" one example more '
                 "or less changes other batches as well. Poisson batches have that relation."
             )
+        self._check_rate(adds)
         _ = self.declared  # raises
+
+    def _check_rate(self, adds: bool) -> None:
+        """Raises unless nothing is computed from the number of examples where a relation hides it.
+
+        Otherwise that number is public, and nothing else says the rate.
+        """
+        remedy = "Use REPLACE_SPECIAL, whose figures are the same, where that number is public"
+        if not adds:
+            if self.sampling_rate is not None:
+                raise UnsupportedRunError(
+                    f"Expected sampling_rate = None with {self.neighboring_relation.name}, got "
+                    f"{self.sampling_rate:g}: rate and divisor follow from the number of examples. "
+                    "Leave it out; it is for ADD_OR_REMOVE_ONE."
+                )
+            return
+        if self.sampling_rate is None:
+            raise UnsupportedRunError(
+                "Expected a constant rate and divisor, got ADD_OR_REMOVE_ONE with those that are "
+                "computed from the number of examples, which is what adding or removing changes. "
+                "Pass sampling_rate= here and batch_size= to fit, constants that do not depend on "
+                f"the examples. {remedy}."
+            )
+        for name in ("max_batch_size", "loss_geometry"):
+            if getattr(self, name) is not None:
+                raise UnsupportedRunError(
+                    f"Expected {name} = None, got ADD_OR_REMOVE_ONE: how large Poisson batches "
+                    "become, which epsilon would then depend on, follows from the number of "
+                    f"examples, which is what adding or removing changes. Leave it out. {remedy}."
+                )
 
     @property
     def order(self) -> BatchOrder:
