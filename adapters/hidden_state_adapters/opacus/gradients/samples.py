@@ -105,6 +105,18 @@ def rows_of(params: Sequence[nn.Parameter]) -> int:
     return rows.pop()
 
 
+def is_in_full_precision(param: Any) -> bool:
+    """Whether the per-example gradients of a parameter were not computed in half precision."""
+    sample = param.grad_sample
+    own: torch.Tensor = sample[0] if isinstance(sample, list) else sample
+    return own.dtype in (torch.float32, torch.float64)
+
+
+def sum_of(param: nn.Parameter) -> torch.Tensor:
+    """The sum of the per-example gradients of the one batch that a parameter holds."""
+    return _stored(param).sum(dim=0)
+
+
 def _stored(param: Any) -> torch.Tensor:
     """The per-example gradients of the one batch that a parameter holds."""
     sample = param.grad_sample

@@ -30,7 +30,8 @@ class HeadPass:
 
     Attributes:
         features: What went in.
-        outputs: What the loop got: a leaf, at which its backward pass ends.
+        outputs: What the loop got: its backward pass leaves the slopes there, and no gradient at
+            the parameters of the head.
         moved: Whether the weights of the pass were not those of the last step.
         call: What the model was called with; None where the loop called the head by itself.
     """
@@ -52,7 +53,7 @@ class HeadPass:
 
 
 class HeadPasses:
-    """Follows a linear head. The loop gets its outputs as leaves, so that backward() ends there.
+    """Follows a linear head. The loop gets outputs that do not lead to the head's parameters.
 
     Args:
         module: The module itself, not Opacus' wrapper.
@@ -61,6 +62,7 @@ class HeadPasses:
         frozen: What is kept in eval() mode.
         is_flat: Whether a record has to be one row.
         has_loss: Whether the loop's gradients have to be those of a declared loss.
+        is_composed: Whether gradients go on to what comes before the module, as in Opacus.
     """
 
     # Opacus and users copy models with their hooks; a copy trains nothing here.
@@ -75,9 +77,10 @@ class HeadPasses:
         *,
         is_flat: bool,
         has_loss: bool,
+        is_composed: bool,
     ):
         self._iterate, self._frozen, self._is_flat = iterate, frozen, is_flat
-        self._has_loss = has_loss
+        self._has_loss, self._is_composed = has_loss, is_composed
         self._modules = tuple(module.named_modules())
         self._passes: list[HeadPass] = []
         self._call: Call | None = None
@@ -107,13 +110,20 @@ class HeadPasses:
     ) -> torch.Tensor | None:
         if self._is_idle or not output.requires_grad:
             return None
-        features = (args[0] if args else kwargs["input"]).detach()
+        attached = args[0] if args else kwargs["input"]
+        features = attached.detach()
         if self._is_flat and features.dim() != 2:
             raise UnsupportedRunError(
                 f"Expected features of shape (records, {head.in_features}) at the linear layer, "
                 f"got {tuple(features.shape)}: several rows per record are not one linear "
                 "prediction. Flatten them, or declare loss_geometry without feature_norm."
             )
+        if self._is_composed and attached.requires_grad:
+            with exact_products(output.device.type):
+                outputs, moved = self._outputs(head, attached), self._iterate.moved()
+            outputs.retain_grad()
+            self._passes.append(HeadPass(features, outputs, moved, self._call))
+            return outputs
         if is_exact() and output.dtype == head.weight.dtype:
             outputs, moved = output.detach(), self._iterate.moved()
         else:

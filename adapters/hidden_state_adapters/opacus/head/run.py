@@ -61,7 +61,13 @@ class HeadRun(Source):
         self._head, self._feature_norm, self._divides = head, feature_norm, divides
         is_flat = feature_norm is not None
         self._passes = HeadPasses(
-            module, head, self.iterate, frozen, is_flat=is_flat, has_loss=self._has_loss
+            module,
+            head,
+            self.iterate,
+            frozen,
+            is_flat=is_flat,
+            has_loss=self._has_loss,
+            is_composed=self._is_composed,
         )
         self._is_open = module is not head or self._collated.is_custom
         self._used: list[HeadPass] = []
@@ -73,8 +79,7 @@ class HeadRun(Source):
     def begin(self, piece: Piece) -> int:
         """See `Source.begin`."""
         self._check_trained(piece.step)
-        if not self._is_composed:
-            self._check_penalty(piece)
+        self._check_penalty(piece)
         used = self._passes.used()
         is_once = len(used) < 2 or (self._feature_norm is None and used[0].call is not None)
         if not is_once or any(one.call is not used[0].call for one in used):
@@ -95,12 +100,9 @@ class HeadRun(Source):
     def _check_penalty(self, piece: Piece) -> None:
         for param, (noisy, writes) in zip(self.iterate.params, self._gradients, strict=True):
             grad = param.grad
-            if grad is not None and (grad is not noisy or grad._version != writes):
-                raise UnsupportedRunError(
-                    f"step {piece.step}: something beside the outputs of the linear head reaches "
-                    "its parameters: a penalty in the loss, or another use of the weights. It is "
-                    "inside no clip and in no bound. Use the optimizer's weight_decay, or after=."
-                )
+            is_as_left = grad is None or (grad is noisy and grad._version == writes)
+            if not is_as_left and bool(grad.any()):  # a penalty times 0 is none
+                raise self._reached_beside(piece.step, "the linear head reaches its parameters")
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
         """Computes the gradients; what the loop did differently."""

@@ -253,6 +253,7 @@ def _source(declared: DeclaredRun, cursor: BatchCursor) -> Source:
         "has_loss": declared.loss is not None and known is None,
         "lipschitz": declared.lipschitz,
         "is_composed": is_composed,
+        "divides": arguments.loss_reduction == "mean",
         "collated": Collated(declared.plan, arguments.data_loader),
     }
     if declared.head is None:
@@ -264,10 +265,7 @@ def _source(declared: DeclaredRun, cursor: BatchCursor) -> Source:
             )
         return SampledRun(module, declared.frozen, **options)
     norm = arguments.feature_norm
-    options |= {
-        "feature_norm": None if norm is None else float(norm),
-        "divides": arguments.loss_reduction == "mean",
-    }
+    options["feature_norm"] = None if norm is None else float(norm)
     if known is None:
         return HeadRun(module, declared.head, declared.frozen, **options)
     return KnownHeadRun(

@@ -101,6 +101,14 @@ class Source:
         )
         return {"mixed": self._is_apart is False}
 
+    def _reached_beside(self, step: int, what: str) -> UnsupportedRunError:
+        after = "" if self._is_composed else ", or after="
+        return UnsupportedRunError(
+            f"step {step}: something beside the outputs of {what}: a penalty in the loss, or "
+            "another use of the weights. It is inside no clip and in no bound, and would have no "
+            f"effect. Use the optimizer's weight_decay{after}."
+        )
+
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if the values of the figures are wrong."""
         if values["moved"]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +12,32 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, counted_writes, differ
+from hidden_state_adapters.opacus.gradients.figures import (
+    Figure,
+    any_of,
+    counted_writes,
+    differ,
+    is_on_host,
+)
 from hidden_state_adapters.opacus.gradients.piece import Piece
-from hidden_state_adapters.opacus.gradients.precision import check_arithmetic, check_convolutions
-from hidden_state_adapters.opacus.gradients.samples import GhostGradients, SampleGradients, rows_of
+from hidden_state_adapters.opacus.gradients.precision import (
+    check_arithmetic,
+    check_convolutions,
+    is_exact,
+)
+from hidden_state_adapters.opacus.gradients.samples import (
+    GhostGradients,
+    SampleGradients,
+    is_in_full_precision,
+    rows_of,
+    sum_of,
+)
 from hidden_state_adapters.opacus.sources.apart import Call
 from hidden_state_adapters.opacus.sources.base import Source
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
+
+_TOLERANCE, _COARSE = 1e-4, 2e-2  # of the lengths of all gradients; in half precision, or in TF32
 
 
 class SampledRun(Source):
@@ -29,6 +48,7 @@ class SampledRun(Source):
     Args:
         module: The module itself, not Opacus' wrapper.
         frozen: What is kept in eval() mode.
+        divides: Whether the loss of a batch is divided by its number of records.
         **options: See `Source`.
 
     Attributes:
@@ -39,8 +59,9 @@ class SampledRun(Source):
     # Opacus and users copy models with their hooks; a copy trains nothing here.
     _is_idle = True
 
-    def __init__(self, module: nn.Module, frozen: FrozenPart, **options: Any):
+    def __init__(self, module: nn.Module, frozen: FrozenPart, *, divides: bool, **options: Any):
         super().__init__(module, frozen, **options)
+        self._divides = divides
         self._modules = tuple(module.named_modules())
         self._trained = [part for _, part in trainable_modules(module)]
         self._call: Call | None = None
@@ -48,6 +69,7 @@ class SampledRun(Source):
         self._strayed: Figure = False  # whether a pass used other weights
         self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
         self._is_idle = False
+        self._reached = _Reached(module, self.iterate.params)
         self._handle = module.register_forward_pre_hook(self._begin, with_kwargs=True)
         refuse_packed_sequences(module)
 
@@ -58,6 +80,7 @@ class SampledRun(Source):
         self._frozen.check_batch_norm(self._modules)
         self._call = args, kwargs
         self._passes += 1
+        self._reached.forget()
         self._strayed = any_of([self._strayed, self.iterate.moved()])
         if self._has_loss:
             check_arithmetic(self.iterate.params)
@@ -108,7 +131,15 @@ class SampledRun(Source):
             self._first = [(x, counted_writes(x)) for x in self.inputs]
         else:
             found["other_inputs"] = self._has_other_inputs()
+        if self._reached.listens and self.ghost is None:
+            found["beside"] = self._reached.beside(piece, piece.rows if self._divides else 1)
         return {**found, **self._look_once(piece, self._outputs)}
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """See `Source.judge`."""
+        super().judge(piece, values)
+        if values.get("beside"):
+            raise self._reached_beside(piece.step, "its layers reaches the parameters of the model")
 
     def _has_other_inputs(self) -> Figure:
         """Whether a block is updated on something else than the first one."""
@@ -132,6 +163,7 @@ class SampledRun(Source):
     def after(self, step: int) -> None:
         """The next step has another batch."""
         self._first, self._passes = [], 0
+        self._reached.listens = (step + 1) & step == 0  # in steps 1, 2, 4, 8, ...
 
     @property
     def call(self) -> Call | None:
@@ -149,11 +181,79 @@ class SampledRun(Source):
             )
 
     def close(self) -> None:
-        """Removes the hook."""
+        """Removes the hooks."""
         self._handle.remove()
+        self._reached.close()
 
     def __reduce__(self) -> Any:
         return object.__new__, (type(self),)
+
+
+class _Reached:
+    """Notes what the loop's backward pass brings to the parameters.
+
+    It has no effect on a step, which adds up the gradients of the records, so that a penalty on
+    the weights would have none. Opacus' gradients of some embeddings are others by design; they are
+    not compared.
+
+    Attributes:
+        listens: Whether the next step is compared.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        params: The parameters that are trained.
+    """
+
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]):
+        left_out = {id(part.weight) for part in module.modules() if _counts_otherwise(part)}
+        self._params = [p for p in params if id(p) not in left_out]
+        self._handles = [p.register_hook(functools.partial(self._note, p)) for p in self._params]
+        self.listens = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Another pass begins."""
+        self._noted: dict[nn.Parameter, torch.Tensor] = {}
+        self._is_fine = is_exact() and all(map(is_on_host, self._params))
+
+    def _note(self, param: nn.Parameter, gradient: torch.Tensor) -> None:
+        if self.listens:
+            before = self._noted.get(param)
+            # As long as it is held torch makes a copy for .grad, which a loop may clip in place.
+            self._noted[param] = gradient if before is None else before + gradient
+
+    def beside(self, piece: Piece, divisor: int) -> Figure:
+        """Whether that is more than the mean, or sum, of the gradients of the records.
+
+        Args:
+            piece: The records.
+            divisor: What their sum was divided by.
+        """
+        owns = {id(p) for p in piece.params}
+        pairs = [(sum_of(p) / divisor, x) for p, x in self._noted.items() if id(p) in owns]
+        if not pairs:
+            return False
+        size = piece.norms.sum() / divisor
+        off = _joint([own - noted for own, noted in pairs]).to(size)
+        nothing = _joint([noted for _, noted in pairs]).to(size)  # torch's expanded weights
+        is_fine = self._is_fine and all(map(is_in_full_precision, piece.params))
+        allowed = (_TOLERANCE if is_fine else _COARSE) * size
+        return torch.minimum(off, nothing) > allowed
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def _joint(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    norms = [torch.linalg.vector_norm(part) for part in parts]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+
+
+def _counts_otherwise(part: nn.Module) -> bool:
+    is_embedding = isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    return is_embedding and (part.padding_idx is not None or part.sparse or part.scale_grad_by_freq)
 
 
 def _is_other(tensor: torch.Tensor, old: torch.Tensor, writes: int) -> Figure:
