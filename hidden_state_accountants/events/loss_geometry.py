@@ -150,6 +150,13 @@ class LossGeometry:
         )
 
     @property
+    def is_convex(self) -> bool:
+        """Whether every loss is convex in all parameters together."""
+        if self.kind is LossKind.WEAKLY_CONVEX:
+            return self.weak_convexity == 0
+        return self.kind in (*_CONVEX, LossKind.LINEAR)
+
+    @property
     def common_smoothness(self) -> float:
         """The largest curvature that all records of a batch may have at once."""
         return self.smoothness if self.curvature is None else self.curvature

@@ -293,4 +293,7 @@ def test_a_declared_curvature_that_the_squared_error_exceeds():
     whole = hsa.LossGeometry.squared_error(1.0, bias=True, scale=2.0)
     begin([LINEAR(1)], SQUARED, "labels", loss_geometry=whole, feature_norm=None)
     # Nothing is known of the curvature of what is not one linear layer.
-    begin([LINEAR(2), LINEAR(1)], SQUARED, "labels", loss_geometry=half, feature_norm=None)
+    begin(
+        [LINEAR(2), LINEAR(1)], SQUARED, "labels",
+        loss_geometry=hsa.LossGeometry.smooth(2.0), feature_norm=None,
+    )  # fmt: skip

@@ -235,7 +235,7 @@ def test_other_callables_are_left_alone(make_run):
 def test_the_way_out_is_spelled_out():
     with pytest.raises(hsa.UnsupportedRunError) as error:
         auto_loss_geometry(MANY, nn.MultiMarginLoss(), 1.0)
-    assert "LossGeometry.convex(smoothness)" in str(error.value)
+    assert "takes a hidden_state_accountants.LossGeometry" in str(error.value)
     assert "..." not in str(error.value)
 
 

@@ -302,7 +302,7 @@ def test_features_that_are_too_long():
 
 
 def test_gradients_beyond_the_declared_bound():
-    run = Session(1, loss_geometry=hsa.LossGeometry.convex(1.0, lipschitz=0.01))
+    run = Session(1, loss_geometry=hsa.LossGeometry.smooth(1.0, lipschitz=0.01))
     with pytest.raises(hsa.UnsupportedRunError, match="gradient"):
         run.train()
     with pytest.raises(hsa.UnsupportedRunError, match="refused or interrupted"):

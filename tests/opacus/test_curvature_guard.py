@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from dp_accounting import NeighboringRelation
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -130,7 +131,7 @@ def test_parts_of_a_batch_in_several_processes_show_nothing():
     )
     group = SimpleNamespace(size=2, secret=b"")
     with pytest.raises(hsa.UnsupportedRunError, match="without curvature for 2 processes"):
-        DeclaredRun.of(arguments, group)
+        DeclaredRun.of(arguments, NeighboringRelation.REPLACE_SPECIAL, group)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 8), (8, 3), (5, 5)])

@@ -96,7 +96,7 @@ def test_the_clip_norm_stays():
 
 @pytest.mark.parametrize(
     "asked",
-    [{"optimizer_class": DiceSGDOptimizer}, {"loss_geometry": hsa.LossGeometry.convex(1.0)}],
+    [{"optimizer_class": DiceSGDOptimizer}, {"loss_geometry": hsa.LossGeometry.smooth(1.0)}],
 )
 def test_mechanisms_need_the_gradient_of_every_record(asked):
     with pytest.raises(hsa.UnsupportedRunError, match='Expected grad_sample_mode = "hooks"'):

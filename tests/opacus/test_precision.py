@@ -75,7 +75,7 @@ def test_a_training_pass_of_a_declared_loss(make_run, coarse, text, is_head):
     """Its gradients would be off by more than any contraction forgives."""
     deep = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     model = nn.Linear(5, 3) if is_head else deep
-    run = make_run(model=model, loss_geometry=LossGeometry.convex(1.0), feature_norm=None)
+    run = make_run(model=model, loss_geometry=LossGeometry.smooth(1.0), feature_norm=None)
     features, _ = next(iter(run.loader))
     with coarse():
         with pytest.raises(hsa.UnsupportedRunError, match=text):
@@ -182,7 +182,7 @@ def test_convolutions_matter_to_a_declared_loss(make_run, monkeypatch, case, ask
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     known = {
         "declared": {
-            "model": model, "loss_geometry": LossGeometry.convex(1.0), "feature_norm": None,
+            "model": model, "loss_geometry": LossGeometry.smooth(1.0), "feature_norm": None,
         },
         "auto": {},
         "none": {"model": model, "loss_geometry": None},

@@ -60,7 +60,7 @@ def a_run(make_run, function, **arguments):
 
 KINDS = {
     "dice": {"loss_geometry": None, "optimizer_class": DiceSGDOptimizer},
-    "declared": {"loss_geometry": hsa.LossGeometry.convex(1.0)},
+    "declared": {"loss_geometry": hsa.LossGeometry.smooth(1.0)},
     "composition": {"loss_geometry": None},
 }
 

@@ -15,10 +15,15 @@ from hidden_state_adapters.opacus.criteria import (
     as_module,
     known_criterion,
 )
+from hidden_state_adapters.trained_layers import why_not_convex
 
+_LEAVE_OUT = (
+    "Leave out criterion= and feature_norm= (and loss_geometry=): every step then counts, whatever "
+    "the model and its loss."
+)
 _DECLARE = (
-    "Or declare the loss yourself: loss_geometry= takes a hidden_state_accountants.LossGeometry, "
-    "for example LossGeometry.convex(smoothness)."
+    f"{_LEAVE_OUT} Or declare the loss of one linear layer yourself, if you proved its constants: "
+    "loss_geometry= takes a hidden_state_accountants.LossGeometry."
 )
 _PASSIVE = (nn.Flatten, nn.Identity)  # change neither values nor what a record is
 # Is part of the loss, and changes nothing where it was applied before.
@@ -29,6 +34,28 @@ def find_linear_head(module: nn.Module) -> nn.Linear | None:
     """The only trainable layer of `module` if it is an nn.Linear, else None."""
     owners = [part for _, part in trainable_modules(module)]
     return owners[0] if len(owners) == 1 and type(owners[0]) is nn.Linear else None
+
+
+def check_convexity(
+    loss: LossGeometry | str | None, module: nn.Module, blocks: Iterable[Iterable[nn.Parameter]]
+) -> None:
+    """Raises UnsupportedRunError for a convex loss of several trained layers.
+
+    Args:
+        loss: As declared; "auto" has one layer anyway.
+        module: The module itself, not Opacus' wrapper.
+        blocks: The parameters that are moved together.
+    """
+    if not isinstance(loss, LossGeometry):
+        return
+    owners = [part for _, part in trainable_modules(module)]
+    layers = []
+    for block in blocks:
+        moved = set(block)
+        own = [part for part in owners if not moved.isdisjoint(part.parameters(recurse=False))]
+        layers.append([type(part).__name__ for part in own])
+    if reason := why_not_convex(loss, layers):
+        raise UnsupportedRunError(reason)
 
 
 def linear_head(module: nn.Module, passive: Iterable[type] = _PASSIVE) -> nn.Linear:
@@ -51,7 +78,7 @@ def linear_head(module: nn.Module, passive: Iterable[type] = _PASSIVE) -> nn.Lin
         raise UnsupportedRunError(
             'loss_geometry="auto" needs a model in which one whole nn.Linear is trained and the '
             f"rest is frozen with requires_grad_(False), got trainable {', '.join(trained) or '-'}"
-            f"{' with frozen parameters' if frozen else ''}. {_DECLARE}"
+            f"{' with frozen parameters' if frozen else ''}. {_LEAVE_OUT}"
         )
     hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
     if any(not _is_known_hook(hook) for hook in hooks):
@@ -63,7 +90,7 @@ def linear_head(module: nn.Module, passive: Iterable[type] = _PASSIVE) -> nn.Lin
     if after:
         raise UnsupportedRunError(
             'loss_geometry="auto" needs a model that ends with its linear layer, got '
-            f"{', '.join(after)} after it. {_DECLARE}"
+            f"{', '.join(after)} after it. {_LEAVE_OUT}"
         )
     return head
 

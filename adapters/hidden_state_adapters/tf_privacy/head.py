@@ -32,6 +32,7 @@ from hidden_state_adapters.tf_privacy.gradients import (
 )
 from hidden_state_adapters.tf_privacy.head_losses import (
     DECLARE,
+    LEAVE_OUT,
     Evaluate,
     RowLosses,
     is_squared_error,
@@ -85,7 +86,7 @@ class Head:
             raise refusal(
                 'loss_geometry="auto" and feature_norm need a model in which one Dense layer is '
                 "trained and the rest is frozen (layer.trainable = False), got trainable variables "
-                f"{names}. {DECLARE}"
+                f"{names}. {LEAVE_OUT}"
             )
         self._model, self.layer = model, heads[0]
 
@@ -161,7 +162,7 @@ class Head:
             raise refusal(
                 f"Expected the output of the model to be that of {self.layer.name}, got something "
                 f"else after {len(known)} calls of the layer: the loss is then not the one of a "
-                f"linear prediction. End the model with this layer. {DECLARE}"
+                f"linear prediction. End the model with this layer. {LEAVE_OUT}"
             )
         features = (known or calls)[0][0]
         if not known or features.ndim != 2:

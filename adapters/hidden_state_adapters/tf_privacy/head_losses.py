@@ -20,9 +20,13 @@ from hidden_state_adapters.tf_privacy.gradients import check_loss
 from hidden_state_adapters.tf_privacy.losses import ENVELOPES, OF_ONE_OUTPUT
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
+LEAVE_OUT = (
+    "Leave out loss_geometry= and feature_norm=: every step then counts, whatever the model and "
+    "its loss."
+)
 DECLARE = (
-    "Or declare the loss yourself: loss_geometry= takes a hidden_state_accountants.LossGeometry, "
-    "for example LossGeometry.convex(smoothness)."
+    f"{LEAVE_OUT} Or declare the loss of one linear layer yourself, if you proved its constants: "
+    "loss_geometry= takes a hidden_state_accountants.LossGeometry."
 )
 _PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
 _losses = keras_api.losses

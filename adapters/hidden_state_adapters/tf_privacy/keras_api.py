@@ -121,6 +121,16 @@ def variables(model: Any) -> list[Any]:
 # Layers
 
 
+def layers_of(model: Any, variables: Sequence[Any]) -> list[str]:
+    """The names of the layers that have one of `variables` for their own."""
+    wanted, found = {id(variable) for variable in variables}, []
+    for layer in model._flatten_layers():
+        inner = [id(v) for part in layer._flatten_layers(include_self=False) for v in trained(part)]
+        if wanted & ({id(variable) for variable in trained(layer)} - set(inner)):
+            found.append(str(layer.name))
+    return found
+
+
 def computes_otherwise(layer: Any) -> bool:
     """Whether a layer of Keras 3 rounds the variables that it trains, or replaces them in use.
 

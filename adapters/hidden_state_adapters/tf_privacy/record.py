@@ -36,6 +36,7 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared
 from hidden_state_adapters.tf_privacy.step import check_constraints, check_variables
 from hidden_state_adapters.tf_privacy.step_log import StepEntry
+from hidden_state_adapters.trained_layers import why_not_convex
 
 _FIXED = (
     "batches of equal size in the fixed order of the data set, each once per epoch, one step each"
@@ -217,6 +218,8 @@ class RecordedRun:
         self.declared = declared
         optimizer.begin(declared)
         optimizer.check_start(keras_api.trained(model), declared)
+        if checked is not None or not optimizer.blocks:  # else the first step says what they are
+            self._check_convexity()
         self.num_batches = 0  # that were recorded
         # Of a microbatch no example is left out, and one without gradient makes it another one.
         has_several = optimizer.examples_of_record > 1
@@ -383,10 +386,18 @@ class RecordedRun:
         step = self.optimizer.step_of(entry)
         if self.num_batches == 1:
             self.check_variables()
+            self._check_convexity()
         if self._run is None:
             self._run = self._live.run = self.optimizer.new_run(self.declared)
         self._run.add(attrs.evolve(step, batch=batch, rows=self._batch_size))
         self._live.steps = self.num_batches
+
+    def _check_convexity(self) -> None:
+        """Refuses a convex loss of several layers that are moved together."""
+        parts = self.optimizer.blocks or (keras_api.trained(self.model),)
+        layers = [keras_api.layers_of(self.model, part) for part in parts]
+        if reason := why_not_convex(self.optimizer.known_loss(self.declared), layers):
+            raise refusal(reason)
 
     def _assume(self, text: str) -> None:
         self._texts = tuple(dict.fromkeys((*self._texts, text)))

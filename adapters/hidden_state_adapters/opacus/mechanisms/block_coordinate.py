@@ -19,6 +19,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.runs.run import BlockCoordinateRun, Step
+from hidden_state_adapters.opacus.geometry import check_convexity
 from hidden_state_adapters.opacus.gradients.norms import check_clip_norms, clip_factors
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism, MechanismOptions, move_by_sgd
@@ -87,7 +88,7 @@ class BlockCoordinateSteps(Mechanism):
     ) -> None:
         """Checks everything that the optimizer checks, before anything is changed."""
         _learning_rate(optimizer)
-        _blocks_of(optimizer)
+        check_convexity(arguments.loss_geometry, module, _blocks_of(optimizer))
         clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
         check_clip_norms(
             [p for p in module.parameters() if p.requires_grad], max_grad_norm=clip_norm

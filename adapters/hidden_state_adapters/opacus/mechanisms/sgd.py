@@ -8,6 +8,7 @@ from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import LastIterateDpEvent, UnsupportedRunError
 from hidden_state_accountants.runs.run import Step
+from hidden_state_adapters.opacus.geometry import check_convexity
 from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import ClippedSum, move_by_sgd
@@ -35,7 +36,8 @@ class NoisySgd(ClippedSum):
     def check_arguments(
         cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
     ) -> None:
-        """Raises UnsupportedRunError unless it is plain SGD."""
+        """Raises UnsupportedRunError unless it is plain SGD of what the loss can be convex in."""
+        check_convexity(arguments.loss_geometry, module, [module.parameters()])
         try:
             sgd_options(optimizer)
         except UnsupportedUpdateError as error:

@@ -11,6 +11,7 @@ import attrs
 from dp_accounting import NeighboringRelation
 from opacus.grad_sample import AbstractGradSampleHooks
 from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from torch import nn
 
 from hidden_state_accountants import (
     Assumption,
@@ -202,9 +203,11 @@ class StockRun(AccountedRun):
         self._radius = declared.projection_radius
         given = declared.loss_geometry
         self._loss = given if isinstance(given, LossGeometry) else None
+        inner = module._module if isinstance(module, AbstractGradSampleHooks) else module
+        geometry.check_convexity(self._loss, inner, [inner.parameters()])
         loss = "the declared loss" if self._loss is not None else "the loss"
         if declared.criterion is not None:
-            self._loss = _derive_loss(declared, module, optimizer)
+            self._loss = _derive_loss(declared, inner, optimizer)
             loss = f"{as_module(declared.criterion)} on the whole output"
             loss += f", with features of norm at most {declared.feature_norm:g}"
         super().__init__(self._new_recorder())
@@ -326,12 +329,11 @@ def check_processes(data_loader: Any, count: int) -> None:
 
 
 def _derive_loss(
-    declared: StockDeclaration, module: Any, optimizer: DPOptimizer
+    declared: StockDeclaration, module: nn.Module, optimizer: DPOptimizer
 ) -> LossGeometry | None:
     """The constants of the criterion at the linear head; None where no theorem needs them."""
-    inner = module._module if isinstance(module, AbstractGradSampleHooks) else module
     loss = geometry.auto_loss_geometry(
-        inner, declared.criterion, declared.feature_norm, optimizer.loss_reduction
+        module, declared.criterion, declared.feature_norm, optimizer.loss_reduction
     )
     return None if _why_composition(optimizer) else loss
 
