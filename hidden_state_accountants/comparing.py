@@ -322,6 +322,11 @@ def position_profile(
     """
     if not isinstance(event, LastIterateDpEvent):
         raise TypeError(f"Expected event to be a LastIterateDpEvent, got {event!r}.")
+    if event.batch_order is not BatchOrder.CYCLIC:
+        raise ValueError(
+            f"Expected CYCLIC batches for a profile, got {event.batch_order.name}. Only a CYCLIC "
+            "order has positions: in any other all records have the epsilon of the run."
+        )
     delta = validate.target_delta(delta)
     relation = validate.neighboring_relation(neighboring_relation)
     positions = [

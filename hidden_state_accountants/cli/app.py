@@ -65,12 +65,21 @@ def run(arguments: Sequence[str]) -> int:
     except typer.Abort:
         return 130
     except _ClickError as error:
-        output.note(error.format_message())
+        output.note(_missing(error) or error.format_message())
     except OSError as error:
         output.note(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (ImportError, TypeError, ValueError) as error:
         output.note(str(error))
     return _EXIT_BAD_INPUT
+
+
+def _missing(error: Any) -> str:
+    """All options that are missing, of which the parser names the first one alone; or ""."""
+    if type(error).__name__ != "MissingParameter":
+        return ""
+    command, given = error.ctx.command, error.ctx.params
+    names = [one.opts[0] for one in command.params if one.required and one.name not in given]
+    return f"Missing {', '.join(names)}." if len(names) > 1 else ""
 
 
 def _version(value: bool) -> None:

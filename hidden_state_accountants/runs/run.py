@@ -158,7 +158,7 @@ class Run(abc.ABC):
         elif rows > (cap or own.dataset_size):
             name = "dataset_size" if cap is None else "max_batch_size"
             raise UnsupportedRunError(
-                f"{where} used {rows} rows, more than {name} = {cap or own.dataset_size}."
+                f"{where} used more rows than {name} = {cap or own.dataset_size}."
             )
 
     @abc.abstractmethod

@@ -175,7 +175,7 @@ def test_poisson_rows_of_dice():
     run = empty(DiceSgdRun, batch_order="poisson")
     for rows in (0, 5, 20):
         step(run, rows=rows)
-    with pytest.raises(hsa.UnsupportedRunError, match="more than dataset_size = 20"):
+    with pytest.raises(hsa.UnsupportedRunError, match="more rows than dataset_size = 20"):
         step(run, rows=21)
     assert run.event().num_steps == 3
 

@@ -173,6 +173,29 @@ def test_a_cap_on_poisson_batches(make_run):
     assert exact < math.inf
 
 
+def without_a_record(run, features, labels):
+    return run.criterion(run.model(features[1:]), labels[1:])
+
+
+def sum_of_losses(run, features, labels):
+    return len(labels) * run.criterion(run.model(features), labels)
+
+
+def divided_twice(run, features, labels):
+    return run.criterion(run.model(features), labels) / len(labels)
+
+
+@pytest.mark.parametrize("loss", [without_a_record, sum_of_losses, divided_twice])
+def test_no_text_tells_how_many_records_a_poisson_batch_has(make_run, loss):
+    run = make_run(batch_order="poisson", loader={"batch_size": 30})
+    features, labels = next(iter(run.loader))
+    loss(run, features, labels).backward()
+    with pytest.raises(hsa.UnsupportedRunError, match=r"rows|records") as told:
+        run.optimizer.step()
+    numbers = {int(number) for number in re.findall(r"\d+", str(told.value))}
+    assert not numbers & {len(labels), len(labels) - 1}
+
+
 def test_poisson_with_add_or_remove(make_run):
     engine = HiddenStatePrivacyEngine(neighboring_relation=ADD_OR_REMOVE)
     batches = Batches("poisson", sampling_rate=1 / 6, batch_size=10)

@@ -11,6 +11,7 @@ pytest.importorskip("sklearn")
 
 import torch
 
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus import fit_head
 from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
@@ -130,6 +131,8 @@ def test_no_record_moves_what_is_summed_by_more_than_its_bound(silent, monkeypat
         ({"x": X.long()}, TypeError, "floating point tensor, got torch.int64"),
         ({"x": ROWS}, TypeError, "floating point tensor, got ndarray"),
         ({"x": X[0]}, ValueError, "shape"),
+        ({"x": X.to_sparse()}, UnsupportedRunError, "dense features, got .*features.to_dense"),
+        ({"y": LABELS.to_sparse()}, UnsupportedRunError, "dense targets, got"),
         ({"y": LABELS[:-1]}, ValueError, "targets of shape"),
         ({"y": LABELS.double()}, TypeError, "classes=None"),
         ({"classes": 2}, ValueError, "indices from 0 to 1, got 2"),

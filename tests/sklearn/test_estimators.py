@@ -10,6 +10,7 @@ import pytest
 pytest.importorskip("sklearn")
 
 from declared_lines import ONE_EXAMPLE, ONE_PERSON, PUBLIC_CALLS, PUBLISHED, listed
+from sklearn.multiclass import OneVsOneClassifier, OneVsRestClassifier, OutputCodeClassifier
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
@@ -314,3 +315,17 @@ def test_what_is_declared(make):
     lines = [ONE_EXAMPLE, ONE_PERSON, PUBLIC_CALLS, PUBLISHED]
     lines.append("the arguments of the constructor do not depend on the records")
     assert listed(model.guarantee_, lines) == lines
+
+
+@pytest.mark.parametrize(
+    ("meta", "classes"),
+    [(OneVsRestClassifier, [0, 1]), (OneVsOneClassifier, [0, 1]), (OutputCodeClassifier, [-1, 1])],
+)
+def test_models_for_two_of_several_classes(meta, classes, monkeypatch):
+    assert meta(classifier(classes=classes, epsilon=50.0)).fit(X, NAMES).score(X, NAMES) > 0.5
+    monkeypatch.setattr(
+        "hidden_state_adapters.recipe.Recipe.train", lambda *_: pytest.fail("trained")
+    )
+    for classes in ([0, 1, 2], ["a", "b", "c"], ["a", "b"]):
+        with pytest.raises(hsa.UnsupportedRunError, match="fit PrivateClassifier alone"):
+            meta(make_pipeline(classifier(classes=classes))).fit(X, NAMES)

@@ -13,7 +13,7 @@ from dp_accounting import NeighboringRelation
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hidden_state_accountants import Assumption, Guarantee, validate
+from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.recipe import (
@@ -85,8 +85,11 @@ def fit_head(
 
     Raises:
         TypeError, ValueError: An argument has an impossible value. Nothing was trained.
-        UnsupportedRunError: A gradient was not finite. The call counts as spent.
+        UnsupportedRunError: A tensor is sparse, and nothing was trained; or a gradient was not
+            finite, and the call counts as spent.
     """
+    _check_dense("features", features)
+    _check_dense("targets", targets)
     _check_features(features)
     feature_norm = validate.real("feature_norm", feature_norm, above=0)
     target = Target.of(epsilon, delta, neighboring_relation)
@@ -272,6 +275,15 @@ class _Rows:
 def _scales(norms: Tensor, norm: float) -> Tensor:
     """What rows are multiplied with to have the norm; rows of zeros stay."""
     return torch.where(norms > _SHORTEST, norm / norms.clamp(min=_SHORTEST), 0.0)
+
+
+def _check_dense(name: str, tensor: Any) -> None:
+    if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+        raise UnsupportedRunError(
+            f"Expected dense {name}, got a tensor of layout {tensor.layout}. Pass "
+            f"{name}.to_dense(), or fit hidden_state_adapters.sklearn.PrivateClassifier, which "
+            "trains on SciPy's CSR matrices as they are."
+        )
 
 
 def _check_features(features: Tensor) -> None:

@@ -213,7 +213,7 @@ def _probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     if logits.dim() != 2 or logits.shape[1] < 2:
         raise ValueError(
             "Expected logits of shape (records, classes) with two classes or more, got "
-            f"{tuple(logits.shape)}."
+            f"{tuple(logits.shape[1:])} for each record."
         )
     records, classes = logits.shape
     if targets.is_floating_point():
@@ -225,8 +225,8 @@ def _probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return targets / sums
     if targets.shape != (records,):
         raise ValueError(
-            f"Expected one class for each of the {records} records, got targets of shape "
-            f"{tuple(targets.shape)}."
+            "Expected one class for each record of the logits, got others, of shape "
+            f"{tuple(targets.shape[1:])} each."
         )
     if records and not bool(((targets >= 0) & (targets < classes)).all()):
         raise ValueError(
@@ -240,8 +240,9 @@ def _probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def _check_shape(targets: torch.Tensor, predictions: torch.Tensor, name: str) -> None:
     if targets.shape != predictions.shape:
         raise ValueError(
-            f"Expected {name} of the shape {tuple(predictions.shape)} of the predictions, got "
-            f"{tuple(targets.shape)}. Use target.reshape(output.shape)."
+            f"Expected {name} for the records of the predictions, of shape "
+            f"{tuple(predictions.shape[1:])} each, got others, of shape "
+            f"{tuple(targets.shape[1:])} each. Use target.reshape(output.shape)."
         )
 
 
@@ -343,7 +344,7 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
         if predictions.dim() not in (1, 2):
             raise ValueError(
                 "Expected predictions of shape (records,) or (records, outputs), got "
-                f"{tuple(predictions.shape)}."
+                f"{tuple(predictions.shape[1:])} for each record."
             )
         z, t = (_host(_columns(tensor)) for tensor in (predictions, targets))
         values, gradients = scalar.squared_error(

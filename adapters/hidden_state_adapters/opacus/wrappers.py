@@ -53,8 +53,8 @@ class RowLosses(DPLossFastGradientClipping):
         shape = tuple(made.loss_per_sample.shape)
         if len(shape) != 1:
             raise UnsupportedRunError(
-                f"Expected one loss for each record, shape (records,), got {shape}: the clip "
-                "factors of all records would multiply each of them. Flatten outputs and targets "
-                '(outputs.squeeze(1)), or use grad_sample_mode="hooks".'
+                f"Expected one loss for each record, shape (records,), got {shape[1:]} for each: "
+                "the clip factors of all records would multiply each of them. Flatten outputs and "
+                'targets (outputs.squeeze(1)), or use grad_sample_mode="hooks".'
             )
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from hidden_state_accountants import Assumption, Guarantee, validate
+from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.ledger import active_budget
 from hidden_state_accountants.runs.statement import Statement
@@ -467,6 +468,13 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             raise ValueError(
                 f"Expected at least two classes, got {len(classes)} class: {classes!r}."
             )
+        if classes.tolist() not in ([0, 1], [-1, 1]) and _is_for_two_classes():
+            raise UnsupportedRunError(
+                "Expected classes=[0, 1] in OneVsRestClassifier or OneVsOneClassifier, or [-1, 1] "
+                "in OutputCodeClassifier, which rename classes to these, got "
+                f"{classes.tolist()!r}. Or fit PrivateClassifier alone: it knows several classes, "
+                "and spends epsilon once."
+            )
         return classes
 
     def _public(self) -> list[Assumption]:
@@ -501,6 +509,16 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         """Logarithms of `predict_proba`."""
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
+
+
+def _is_for_two_classes() -> bool:
+    """Whether scikit-learn fits one of the two-class models that it makes of several classes."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_globals.get("__name__") == "sklearn.multiclass":
+            return True
+    return False
 
 
 def _codes(y: np.ndarray, classes: np.ndarray) -> np.ndarray:

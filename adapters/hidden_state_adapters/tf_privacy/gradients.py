@@ -155,18 +155,18 @@ def check_loss(
         )
     if not may_have_axes and _may_be_broadcast(loss.shape):
         raise refusal(
-            "Expected a loss of shape (examples,), one entry for each, got shape "
-            f"{tuple(loss.shape)}: targets of shape (b,) beside outputs of shape (b, 1) are "
-            "broadcast to (b, b), and every entry depends on all examples. Give targets and "
-            "outputs the same shape. If a row holds the losses of one example, take their mean, "
-            "tf.reduce_mean(loss, axis=-1), as TensorFlow Privacy would."
+            "Expected a loss of shape (examples,), one entry for each, got "
+            f"{tuple(loss.shape[1:])} for each: targets of shape (b,) beside outputs of shape "
+            "(b, 1) are broadcast to (b, b), and every entry depends on all examples. Give targets "
+            "and outputs the same shape. If a row holds the losses of one example, take their "
+            "mean, tf.reduce_mean(loss, axis=-1), as TensorFlow Privacy would."
         )
     rows = loss.shape[0]
     if rows == 0 and not may_be_empty:
         raise refusal("Expected at least one example in a batch, got none.")
     if None not in (rows, num_microbatches) and rows != num_microbatches:
         raise refusal(
-            f"Expected num_microbatches = None or {rows}, one for each example of the batch, got "
+            "Expected num_microbatches = None, or one for each example of the batch, got "
             f"{num_microbatches}. Microbatches of several examples double the sensitivity; leave "
             "num_microbatches out."
         )

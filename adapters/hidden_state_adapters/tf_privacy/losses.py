@@ -154,7 +154,7 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
         if predictions.shape.rank != 2 or (predictions.shape[1] or 0) < 2:
             raise ValueError(
                 "Expected logits of shape (examples, classes) with two classes or more, got "
-                f"{predictions.shape}."
+                f"{predictions.shape[1:]} for each example."
             )
         return _of_logits(self, predictions, self._probabilities(predictions, targets))
 
@@ -180,7 +180,8 @@ class EnvelopeSparseCategoricalCrossentropy(EnvelopeCategoricalCrossentropy):
         if targets.shape.rank != 1:
             raise ValueError(
                 "Expected classes of shape (examples,) or (examples, 1), got targets of shape "
-                f"{targets.shape}. Use EnvelopeCategoricalCrossentropy for probabilities."
+                f"{targets.shape[1:]} for each. Use EnvelopeCategoricalCrossentropy for "
+                "probabilities."
             )
         one_hot = tf.one_hot(tf.cast(targets, tf.int64), logits.shape[1], dtype=tf.float64)
         return super()._probabilities(logits, one_hot)
@@ -336,7 +337,7 @@ class EnvelopeSquaredError(EnvelopeLoss):
         if predictions.shape.rank not in (1, 2):
             raise ValueError(
                 "Expected predictions of shape (examples,) or (examples, outputs), got "
-                f"{predictions.shape}."
+                f"{predictions.shape[1:]} for each example."
             )
         targets = _reshaped(tf.cast(targets, tf.float64), predictions)
         z, t = (
@@ -367,7 +368,7 @@ def _of_one_output(
     if predictions.shape.rank not in (1, 2) or predictions.shape[1:] not in ([], [1]):
         raise ValueError(
             "Expected predictions of one output, shape (examples,) or (examples, 1), got "
-            f"{predictions.shape}."
+            f"{predictions.shape[1:]} for each example."
         )
     targets = _reshaped(tf.cast(targets, tf.float64), predictions)
     targets = tf.where(is_target(targets), targets, math.nan)
@@ -386,7 +387,7 @@ def _reshaped(targets: Any, predictions: Any) -> Any:
         targets = targets[:, 0]
     if not targets.shape.is_compatible_with(predictions.shape):
         raise ValueError(
-            f"Expected targets of the shape {predictions.shape} of the predictions, got "
-            f"{targets.shape}."
+            f"Expected targets for the examples of the predictions, of shape "
+            f"{predictions.shape[1:]} each, got others, of shape {targets.shape[1:]} each."
         )
     return targets

@@ -419,8 +419,8 @@ class RecordedRun:
         rows = self._dealt.rows(self.num_batches)
         if batch != self.next_batch or entry.rows != rows:
             raise refusal(
-                f"step {step} used {entry.rows} rows of batch {batch}, expected batch_size = "
-                f"{rows} rows of batch {self.next_batch}."
+                f"Expected step {step} on all rows of batch {self.next_batch}, got batch {batch} "
+                "or other rows."
             )
 
     def release(self) -> None:

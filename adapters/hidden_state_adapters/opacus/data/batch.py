@@ -140,6 +140,11 @@ class Taken:
         if rows > size or not (self.skips_step or rows == size):
             if self._cursor.was_fetched_ahead and self._batch_of_the_pass() != self.index:
                 raise self._other_batch(piece.step, self._batch_of_the_pass(), self.index)
+            if self._plan.order is BatchOrder.POISSON:  # how many is as secret as which ones
+                raise UnsupportedRunError(
+                    f"step {piece.step} used another number of rows than its batch has. Call the "
+                    "model on the batch as the loader made it."
+                )
             is_whole = size == self._plan.batch_size
             what = "batch_size =" if is_whole else f"the records of its {self._plan.share.part},"
             raise UnsupportedRunError(

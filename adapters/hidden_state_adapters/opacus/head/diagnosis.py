@@ -52,11 +52,11 @@ def _factors(target: torch.Tensor, slopes: torch.Tensor, got: torch.Tensor, is_l
     if high - low <= _ALIKE * abs(high):
         if rows > 1 and abs(high - rows) < 0.01 * rows:
             return (
-                f'its gradients are {rows} times as long, as with reduction="sum". Use '
-                'reduction="mean", or make_private(..., loss_reduction="sum")'
+                "its gradients are as many times as long as the batch has records, as with "
+                'reduction="sum". Use reduction="mean", or make_private(..., loss_reduction="sum")'
             )
         if rows > 1 and abs(high * rows - 1) < 0.01:
-            return f"its gradients are {rows} times too short: divided by the batch size twice"
+            return "its gradients are too short: divided by the number of records twice"
         return (
             f"its gradients are {high:.4g} times as long: a scaled or doubled loss, a GradScaler, "
             "a hook, and at zero weights label_smoothing or a temperature"

@@ -115,8 +115,8 @@ class HeadPasses:
         if self._is_flat and features.dim() != 2:
             raise UnsupportedRunError(
                 f"Expected features of shape (records, {head.in_features}) at the linear layer, "
-                f"got {tuple(features.shape)}: several rows per record are not one linear "
-                "prediction. Flatten them, or declare loss_geometry without feature_norm."
+                f"got {tuple(features.shape[1:])} for each: several rows per record are not one "
+                "linear prediction. Flatten them, or declare loss_geometry without feature_norm."
             )
         if self._is_composed and attached.requires_grad:
             with exact_products(output.device.type):

@@ -108,9 +108,9 @@ class Targets:
     def _not_found(
         self, tensors: Sequence[torch.Tensor], output: torch.Tensor
     ) -> UnsupportedRunError:
-        shapes = ", ".join(f"{tuple(t.shape)} of {t.dtype}" for t in tensors) or "no tensors"
+        shapes = ", ".join(f"{tuple(t.shape[1:])} of {t.dtype}" for t in tensors) or "no tensors"
         name = type(self._known.criterion).__name__
         return UnsupportedRunError(
-            f"Expected targets for {name} at outputs of shape {tuple(output.shape)} in the batch "
-            f"that the loader dealt, got {shapes}. {REMEDY}"
+            f"Expected targets for {name} at outputs of shape {tuple(output.shape[1:])} for each "
+            f"record in the batch that the loader dealt, got {shapes}. {REMEDY}"
         )
