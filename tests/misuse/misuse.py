@@ -58,6 +58,7 @@ from misuse_of_runs import (
     trained_again,
     trained_again_elsewhere,
     weights_without_bound,
+    weights_written_after_an_epoch,
 )
 from trial import STEPS, Trial
 
@@ -622,6 +623,7 @@ MISUSES = (
     Misuse(23, noise_seeded_again, DECLARED, None),
     Misuse(23, noise_seeded_for_every_step, DECLARED, None),
     # Several runs, and runs that ended.
+    Misuse(6, weights_written_after_an_epoch, None, ACCOUNTED),
     Misuse(9, number_of_records_in_the_divisor, "constant rate and divisor",
            "constant rate and divisor", goes_on=BOTH),
     Misuse(26, accounted_again, "no other engine has trained|took no step", "without steps, got",

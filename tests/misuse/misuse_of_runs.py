@@ -229,6 +229,16 @@ def a_smaller_last_microbatch(trial):
     trial.epoch()
 
 
+def weights_written_after_an_epoch(trial):
+    """The file holds an iterate."""
+    trial.epoch()
+    trial.write_weights()
+    trial.epoch()
+    event = trial.event()
+    assert getattr(event, "release_steps", (STEPS,)) == (STEPS,)
+    return {"num_steps": 2 * STEPS}
+
+
 def number_of_records_in_the_divisor(trial):
     trial.begin_under_add_or_remove()
     trial.epoch()

@@ -137,6 +137,9 @@ class OnKeras(Trial):
         for variable, value in zip(self.model.trainable_variables, weights, strict=True):
             variable.assign(value)
 
+    def write_weights(self):
+        self.model.save_weights("model.weights.h5")
+
     def frozen(self):
         return self.backbone.kernel.numpy()
 

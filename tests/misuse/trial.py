@@ -74,6 +74,10 @@ class Trial:
     def move(self, amount=1e-3):
         self.set_weights([w + amount for w in self.weights()])
 
+    def write_weights(self):
+        """To a file."""
+        raise NotImplementedError("has checkpoints of its own")
+
     def frozen(self):
         """A copy of the frozen matrix."""
         raise NotImplementedError

@@ -18,6 +18,7 @@ from hidden_state_adapters.tf_privacy.data import CyclicBatches, forget_iterated
 from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer
 from hidden_state_adapters.tf_privacy.other_callbacks import foreign_among, releases_of
 from hidden_state_adapters.tf_privacy.record import (
+    FILES_STAY_PRIVATE,
     INTERRUPTED,
     Figures,
     RecordedRun,
@@ -61,8 +62,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             model were released. It does not depend on the data.
         neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE; with microbatches of several examples
             all figures are for REPLACE_ONE.
-        checkpoints_stay_private: Declares that nobody sees the files of ModelCheckpoint. Otherwise
-            every one counts as released.
+        checkpoints_stay_private: Declares that nobody sees the files that ModelCheckpoint, save,
+            save_weights and export write before the last step. Otherwise each is a release.
         metrics_stay_private: Declares that nobody sees what CSVLogger, TensorBoard and
             RemoteMonitor write. Otherwise they are refused.
         gradient_bound: For the Dice optimizers, a bound on the norm of every per-example gradient
@@ -206,6 +207,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             examples=len(records),
             relation=self._relation,
             declared=declared,
+            files_stay_private=self._checkpoints_stay_private,
         )
 
     def _go_on(self, data: Any) -> None:
@@ -265,7 +267,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         if self._calls > 1:
             yield "the number of calls of fit was fixed in advance, whatever their metrics showed"
         if self._checkpoints_stay_private:
-            yield "the files of ModelCheckpoint stay private"
+            yield FILES_STAY_PRIVATE
         if self._others:
             names = ", ".join(sorted(self._others))
             yield f"other callbacks ({names}) release nothing and choose nothing by data"

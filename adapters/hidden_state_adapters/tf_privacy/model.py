@@ -467,8 +467,8 @@ class HiddenStateModel(PrivateTraining):
             REPLACE_ONE, which covers the first as well.
         target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs as
             "epsilon_if_released_now".
-        checkpoints_stay_private: Declares that nobody sees the files of ModelCheckpoint. Otherwise
-            every one counts as released.
+        checkpoints_stay_private: Declares that nobody sees the files that ModelCheckpoint, save,
+            save_weights and export write before the last step. Otherwise each is a release.
         metrics_stay_private: Declares that nobody sees what CSVLogger, TensorBoard and
             RemoteMonitor write. Otherwise they are refused.
         validation_data_is_public: Declares that validation_data are not private. EarlyStopping on a

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import textwrap
@@ -72,6 +73,11 @@ INTERRUPTED = (
     "fit was interrupted (by an error, or by hand when the model was good?), so the number of "
     "steps may depend on the data. Fix it in advance, and start again."
 )
+FILES_STAY_PRIVATE = (
+    "the files that ModelCheckpoint, save, save_weights and export wrote before the last step stay "
+    "private"
+)
+_WRITES = ("save", "save_weights", "export")
 # What gives a preprocessing layer the statistics that `adapt` would find.
 _ADAPTED = {"input_mean": "mean=..., variance=...", "input_bin_boundaries": "bin_boundaries=..."}
 _logger = logging.getLogger("hidden_state_accountants")
@@ -185,6 +191,8 @@ class RecordedRun:
         state: Of the run that goes on; None for a new one.
         discard_later_steps: Says that nothing of the steps after the state was ever seen.
         dealt: The batches; None for those of `cyclic_dataset`.
+        files_stay_private: Says that nobody sees files of the model from before the last step;
+            otherwise the iterate that one is written of counts as released.
 
     Raises:
         UnsupportedRunError: No run of this optimizer and model can be accounted, or the state is
@@ -205,6 +213,7 @@ class RecordedRun:
         state: RunState | None = None,
         discard_later_steps: bool = False,
         dealt: Dealt | None = None,
+        files_stay_private: bool = False,
     ):
         check_layers(model)
         self.optimizer: Mechanism = optimizer
@@ -230,6 +239,9 @@ class RecordedRun:
         self._complete: Callable[[Run], Run] | None = None  # see `may_stop`
         self._whole: tuple[Any, Run] | None = None
         self._is_over = False  # stopped early
+        self._files_stay_private, self._private_step = files_stay_private, 0
+        self._releases_next = False  # a file was written of a step that is not recorded yet
+        self._count_files(model)
         if state is None:
             self._begin()
         else:
@@ -298,6 +310,7 @@ class RecordedRun:
             )
         if stays_private:
             self._assume(_PRIVATE_STATES)
+            self._private_step = self.num_batches
         else:
             self.release()
         places = {id(variable): index for index, variable in enumerate(variables)}
@@ -391,6 +404,9 @@ class RecordedRun:
             self._run = self._live.run = self.optimizer.new_run(self.declared)
         self._run.add(attrs.evolve(step, batch=batch, rows=self._batch_size))
         self._live.steps = self.num_batches
+        if self._releases_next:
+            self._releases_next = False
+            self.release()
 
     def _check_convexity(self) -> None:
         """Refuses a convex loss of several layers that are moved together."""
@@ -428,6 +444,28 @@ class RecordedRun:
         if self._run is not None:
             self._run.release()
             self._live.released = self.num_batches
+
+    def _count_files(self, model: Any) -> None:
+        """Lets what writes files of a model count them as releases, whoever calls it."""
+        writes = weakref.WeakMethod(self._writes)
+
+        def counted(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if (note := writes()) is not None:
+                note()
+            return write(model, *args, **kwargs)
+
+        for name in _WRITES:
+            if (write := getattr(type(model), name, None)) is not None:
+                vars(model)[name] = functools.partial(counted, write)
+
+    def _writes(self) -> None:
+        """Counts a file that is written now, unless it is declared to stay private."""
+        if self._files_stay_private or self._private_step == self.num_batches:
+            return
+        if self.optimizer.last_step.steps == self.num_batches:
+            self.release()
+        else:  # a callback writes before the one that records
+            self._releases_next = True
 
     def note_weights(self) -> None:
         """Lets the process know the current weights, wherever they are copied to."""
@@ -469,6 +507,8 @@ class RecordedRun:
         if self._invalid:
             raise refusal(f"The run cannot go on: {self._invalid}")
         check_layers(model)
+        if model is not self.model:
+            self._count_files(model)
         self.model = model
         self.check_iterate()
         optimizer.check_start(keras_api.trained(model), self.declared)

@@ -43,6 +43,7 @@ from hidden_state_adapters.tf_privacy.head_losses import RowLosses
 from hidden_state_adapters.tf_privacy.mechanism import StepsAhead
 from hidden_state_adapters.tf_privacy.origins import RunState
 from hidden_state_adapters.tf_privacy.record import (
+    FILES_STAY_PRIVATE,
     INTERRUPTED,
     Dealt,
     Figures,
@@ -344,6 +345,7 @@ class PrivateRun(Figures):
             declared=declared,
             checked=looked_at,
             dealt=Dealt(self.plan.description, self.steps_per_epoch, self.plan.num_rows),
+            files_stay_private=settings.checkpoints_stay_private,
             state=None if continued is None else continued.state,
             discard_later_steps=continued is not None and continued.discard_later_steps,
         )
@@ -787,7 +789,7 @@ class PrivateRun(Figures):
                 "examples or their number, and neither is the number of steps"
             )
         if self.settings.checkpoints_stay_private:
-            yield "the files of ModelCheckpoint stay private"
+            yield FILES_STAY_PRIVATE
         if self._foreign:
             names = ", ".join(sorted(self._foreign))
             yield f"other callbacks ({names}) release nothing and choose nothing by data"
