@@ -54,6 +54,7 @@ from hidden_state_adapters.opacus.run.registry import (
     note_trained,
 )
 from hidden_state_adapters.opacus.run.training import SECTION, TrainingRun
+from hidden_state_adapters.opacus.sources.base import LOSS_OF_RECORDS
 from hidden_state_adapters.opacus.sources.samples import SampledRun
 from hidden_state_adapters.opacus.wrappers import HeadModule, RowLosses
 
@@ -177,7 +178,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 criterion, feature_norm: A known loss of one linear head whose features have at most
                 this norm, everything before it frozen: the steps are then computed here, from the
                 formula of the loss. A module of torch.nn, or the function of torch.nn.functional
-                for it (with settings bound by functools.partial).
+                for it (with settings bound by functools.partial). Without feature_norm, where every
+                step counts: the loss that the loop computes, which is refused if it mixes records;
+                that is looked at once, on the first batch.
 
                 loss_geometry: A LossGeometry that you proved, of another loss. ("auto" is that of
                 criterion and feature_norm.)
@@ -377,7 +380,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         is_first = opacus.get("batch_first", True)
         loader = private_loader(loader, plan, run.cursor, batch_first=is_first)
         run.modules = (arguments.module, declared.inner, module)
-        if opacus.get("grad_sample_mode") != "ghost":
+        if not arguments.is_ghost:
             return module, optimizer, loader
         criterion = arguments.criterion
         if not isinstance(module, HeadModule):  # there one backward pass is enough
@@ -419,6 +422,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             )
         self._run, declared = run, run.declared
         self.accountant.add_run(run.record, run.check_iterate, declared.schedule)
+        if run.optimizer.mechanism.is_composed and declared.arguments.criterion is None:
+            _logger.warning(
+                "criterion= was not passed to make_private, so that you declare: %s. Pass it to "
+                "have it looked at.",
+                LOSS_OF_RECORDS,
+            )
         note_trained(run.source.iterate.params, self._token, run.record)
         note_branch(run.id, run.record)
         if declared.arguments.opacus.get("noise_generator") is not None:

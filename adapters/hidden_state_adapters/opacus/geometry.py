@@ -180,6 +180,6 @@ def refuse_weights_of_the_batch(criterion: Any) -> None:
         raise UnsupportedRunError(
             f"Expected no class weights in a mean, got {type(module).__name__}(weight=...): it is "
             "divided by the weights of all records of the batch, so that the gradient of one "
-            'record depends on the others. Use reduction="sum", here and in make_private '
-            '(loss_reduction="sum").'
+            'record depends on the others. Use reduction="none" here, and take the .mean() of the '
+            "losses in the loop: the weights may stay."
         )

@@ -43,7 +43,6 @@ class HeadRun(Source):
         head: The linear layer that is trained.
         frozen: What is kept in eval() mode.
         feature_norm: The declared bound on every record at the head, or None.
-        divides: Whether the loss of a batch is divided by its number of records.
         **options: See `Source`.
     """
 
@@ -54,11 +53,10 @@ class HeadRun(Source):
         frozen: FrozenPart,
         *,
         feature_norm: float | None,
-        divides: bool,
         **options: Any,
     ):
         super().__init__(module, frozen, **options)
-        self._head, self._feature_norm, self._divides = head, feature_norm, divides
+        self._head, self._feature_norm = head, feature_norm
         is_flat = feature_norm is not None
         self._passes = HeadPasses(
             module,
@@ -69,7 +67,7 @@ class HeadRun(Source):
             has_loss=self._has_loss,
             is_composed=self._is_composed,
         )
-        self._is_open = module is not head or self._collated.is_custom
+        self._has_layers = module is not head
         self._used: list[HeadPass] = []
         self._first: torch.Tensor | None = None  # features of the first block of a step
         self._forget_gradients()
@@ -180,6 +178,9 @@ class HeadRun(Source):
             handle.remove()
         return kept
 
+    def _outputs(self, piece: Piece) -> Sequence[torch.Tensor]:
+        return [self._used[0].outputs]
+
     def _judge_records(self, piece: Piece, values: Mapping[str, float]) -> None:
         if self._feature_norm is not None:
             check_features(piece.step, values["feature"], self._feature_norm)
@@ -230,6 +231,7 @@ class HeadRun(Source):
         """What holds by construction, what is looked at, and what is taken on trust."""
         if self._feature_norm is not None:
             yield Assumption.checked(f"feature norms at most {self._feature_norm:g}")
+        yield from self._of_the_loss()
         for one in super().assumptions:
             if self._module is not self._head or not one.text.startswith(ALONE):
                 yield one  # a head alone mixes nothing
@@ -270,6 +272,9 @@ class KnownHeadRun(HeadRun):
         self._looked = 0  # steps whose inputs were compared
         self._rows_before = 0
         self._target: torch.Tensor | None = None
+
+    def _of_the_loss(self) -> Iterable[Assumption]:
+        return ()
 
     def _slopes_of(self, piece: Piece, got: torch.Tensor) -> torch.Tensor:
         output = self._used[0].outputs.detach()

@@ -151,6 +151,11 @@ class RunArguments:
         return [name for name in _OF_HIDDEN_ITERATES if getattr(self, name) is not None]
 
     @property
+    def is_ghost(self) -> bool:
+        """Whether Opacus clips in a second backward pass, of a criterion that it calls."""
+        return self.opacus.get("grad_sample_mode") == "ghost"
+
+    @property
     def clips_per_layer(self) -> bool:
         """Whether every parameter has a clip norm of its own."""
         return self.opacus.get("clipping") == "per_layer"
@@ -223,7 +228,7 @@ class RunArguments:
                 f"Expected {count} clip norms in max_grad_norm, one for each trainable parameter "
                 f"of the optimizer, got {len(norms)}."
             )
-        if self.opacus.get("grad_sample_mode") == "ghost":
+        if self.is_ghost:
             raise UnsupportedRunError(
                 'Expected clipping = "flat" with grad_sample_mode="ghost", got "per_layer", as in '
                 'Opacus. Use grad_sample_mode="hooks".'
@@ -251,7 +256,7 @@ class RunArguments:
 
     def _check_ghost_arguments(self) -> None:
         arguments, criterion = self.opacus, self.criterion
-        if arguments.get("grad_sample_mode") != "ghost":
+        if not self.is_ghost:
             return
         if not callable(criterion):
             raise UnsupportedRunError(

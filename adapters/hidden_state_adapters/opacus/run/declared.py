@@ -264,8 +264,7 @@ def is_shared(arguments: RunArguments) -> bool:
     """
     module = _without_gradients(arguments.module)
     if isinstance(module, DistributedDataParallel):
-        is_ghost = arguments.opacus.get("grad_sample_mode") == "ghost"
-        if is_ghost and geometry.find_linear_head(module.module) is None:
+        if arguments.is_ghost and geometry.find_linear_head(module.module) is None:
             raise UnsupportedRunError(
                 'Expected grad_sample_mode = "hooks" with DistributedDataParallel, got "ghost": '
                 "DistributedDataParallel would add up the gradients of both backward passes. Use "
@@ -291,7 +290,8 @@ def resolve_loss(
         raise TypeError(
             f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {loss_geometry!r}.'
         )
-    geometry.check_reduction(criterion, reduction)
+    if getattr(criterion, "reduction", None) != "none" or arguments.is_ghost:
+        geometry.check_reduction(criterion, reduction)
     geometry.refuse_weights_of_the_batch(criterion)
     if feature_norm is None:
         curvature = None if loss_geometry is None else loss_geometry.curvature

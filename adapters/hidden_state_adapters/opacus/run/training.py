@@ -248,16 +248,18 @@ class TrainingRun:
 def _source(declared: DeclaredRun, cursor: BatchCursor) -> Source:
     is_composed = declared.mechanism.is_composed
     arguments, known, module = declared.arguments, declared.known_criterion, declared.inner
+    calls_it = arguments.is_ghost and declared.head is None  # record by record
     options: dict[str, Any] = {
         "dim": 0 if arguments.opacus.get("batch_first", True) else 1,
         "has_loss": declared.loss is not None and known is None,
         "lipschitz": declared.lipschitz,
         "is_composed": is_composed,
         "divides": arguments.loss_reduction == "mean",
+        "criterion": None if known is not None or calls_it else arguments.criterion,
         "collated": Collated(declared.plan, arguments.data_loader),
     }
     if declared.head is None:
-        if arguments.opacus.get("grad_sample_mode") == "ghost" and not is_composed:
+        if arguments.is_ghost and not is_composed:
             raise UnsupportedRunError(
                 'Expected grad_sample_mode = "hooks" with what asks for the gradient of every '
                 'record (mechanism, loss_geometry, after), got "ghost": Opacus leaves only sums '

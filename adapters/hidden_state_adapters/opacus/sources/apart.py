@@ -65,6 +65,17 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def outputs_of(
+    module: nn.Module,
+    compute: Callable[[Call], Sequence[torch.Tensor]],
+    call: Call,
+    rows: int,
+    dim: int = 0,
+) -> list[torch.Tensor]:
+    """What a model computes for the records; see `records_are_apart`."""
+    return _Look(module, compute, dim, ()).computed(call, rows)
+
+
 class _Look:
     """Computes what a model makes of a batch, and leaves it as it was.
 
@@ -84,7 +95,7 @@ class _Look:
     def at(self, call: Call, rows: int, versions: Sequence[Version]) -> bool | None:
         """See `records_are_apart`."""
         try:
-            whole = self._computed(call, rows)
+            whole = self.computed(call, rows)
         except Exception:  # whatever a model may raise that is called again
             return None
         has_seen_all = bool(whole)
@@ -92,21 +103,21 @@ class _Look:
             expected = [x.narrow(self._dim, kept.start, len(kept)) for x in whole]
             try:
                 start = kept.start if size == rows else 0
-                found = self._computed(make(), size)
+                found = self.computed(make(), size)
                 found = [x.narrow(self._dim, start, len(kept)) for x in found]
                 if [x.shape for x in found] != [x.shape for x in expected]:
                     has_seen_all = False  # a container that is not looked into, other lengths
                     continue
                 if self._are_near(found, expected):
                     continue
-                first, again = (self._computed(call, rows, is_random=True) for _ in range(2))
+                first, again = (self.computed(call, rows, is_random=True) for _ in range(2))
             except Exception:  # whatever a model may raise on records that are not in the data
                 has_seen_all = False
                 continue
             return False if self._are_near(first, again) else None
         return True if has_seen_all else None
 
-    def _computed(self, call: Call, rows: int, *, is_random: bool = False) -> list[torch.Tensor]:
+    def computed(self, call: Call, rows: int, *, is_random: bool = False) -> list[torch.Tensor]:
         """What has an entry for every record."""
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         modes = [(part, part.training) for part in self._off]

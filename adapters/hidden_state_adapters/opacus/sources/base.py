@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,10 +17,15 @@ from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.gradients.precision import check_precision
 from hidden_state_adapters.opacus.sources.apart import Call, records_are_apart
 from hidden_state_adapters.opacus.sources.collated import Collated
+from hidden_state_adapters.opacus.sources.criterion import losses_are_apart
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.iterate import Iterate
 
 ALONE = "the model takes every record of a batch by itself"
+LOSS_OF_RECORDS = (
+    "the loss of a batch is the mean (or sum) of the losses of its records: no class weights or "
+    "token counts in a mean, no contrastive terms"
+)
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
@@ -40,7 +46,11 @@ class Source:
         lipschitz: Of the loss of one record in the parameters, or None.
         is_composed: Whether every step counts, so that the loop may do what Opacus lets it do.
         collated: Batches of fewer records, as the loader would deal them.
+        criterion: The loss of a batch that was passed, where the loop computes it; or None.
+        divides: Whether the loss of a batch is divided by its number of records.
     """
+
+    _has_layers = True  # whether the model is more than a linear head
 
     def __init__(
         self,
@@ -52,14 +62,17 @@ class Source:
         lipschitz: float | None,
         is_composed: bool,
         collated: Collated,
+        criterion: Any,
+        divides: bool,
     ):
         self._module, self._frozen, self._lipschitz = module, frozen, lipschitz
         self._dim, self._has_loss, self._is_composed = dim, has_loss, is_composed
-        self._collated = collated
+        self._collated, self._criterion, self._divides = collated, criterion, divides
         self.iterate = Iterate(module)
         self._held = list(module.parameters())
         self._flags = list(map(_IS_TRAINED, self._held))
         self._is_apart: bool | None = None
+        self._has_apart_losses: bool | None = None
         self._is_open = True  # whether records were not looked at yet
 
     # In a step
@@ -90,16 +103,30 @@ class Source:
     def _look_once(
         self, piece: Piece, compute: Callable[[Call], list[torch.Tensor]]
     ) -> dict[str, Figure]:
-        """Looks whether the model mixes records, once, on the first batch that has several."""
+        """Looks whether model or criterion mix records, once, on the first batch of several."""
         call = self.call
         if not self._is_open or piece.rows < 2 or call is None:
             return {}
         self._is_open = False
-        further = self._collated.versions(call, piece)
-        self._is_apart = records_are_apart(
-            self._module, compute, call, piece.rows, self._dim, further
-        )
-        return {"mixed": self._is_apart is False}
+        if self._has_layers or self._collated.is_custom:
+            further = self._collated.versions(call, piece)
+            self._is_apart = records_are_apart(
+                self._module, compute, call, piece.rows, self._dim, further
+            )
+        if self._criterion is not None and self._dim == 0:
+            self._has_apart_losses = self._look_at_criterion(piece)
+        return {"mixed": self._is_apart is False, "mixing_loss": self._has_apart_losses is False}
+
+    def _look_at_criterion(self, piece: Piece) -> bool | None:
+        try:
+            outputs, tensors = self._outputs(piece), self._collated.tensors(piece)
+        except Exception:  # whatever model, data set or collate_fn may raise that is called again
+            return None
+        return losses_are_apart(self._criterion, outputs, tensors, self._divides)
+
+    def _outputs(self, piece: Piece) -> Sequence[torch.Tensor]:
+        """What the model computes for the records of a piece."""
+        raise NotImplementedError
 
     def _reached_beside(self, step: int, what: str) -> UnsupportedRunError:
         after = "" if self._is_composed else ", or after="
@@ -131,6 +158,15 @@ class Source:
                 "in place of statistics of the batch, constants in place of its mean or its "
                 "largest norm; a fixed length, or a mask that leaves out the padding, in place of "
                 "padding to the longest record of the batch)."
+            )
+        if values.get("mixing_loss"):
+            raise UnsupportedRunError(
+                f"step {piece.step}: the criterion that was passed mixes the records of a batch. "
+                "The gradient of a record is another one in a part of the batch (class weights or "
+                "a number of tokens in a mean, a contrastive term?), and no clip bounds what one "
+                "record does to those of others. Compute the loss of every record by itself, with "
+                'reduction="none", and take the mean over the records (docs/opacus.md, "The loss '
+                'of a record").'
             )
         if values.get("other_inputs"):
             raise UnsupportedRunError(
@@ -172,6 +208,13 @@ class Source:
     def close(self) -> None:
         """Leaves the module as it was."""
         raise NotImplementedError
+
+    def _of_the_loss(self) -> Iterable[Assumption]:
+        """What is taken on trust of a loss that the loop computes."""
+        looked = ""
+        if self._has_apart_losses:
+            looked = " (the criterion that was passed: looked at once, on the first batch)"
+        yield Assumption.declared(f"{LOSS_OF_RECORDS}{looked}")
 
     @property
     def assumptions(self) -> Iterable[Assumption]:

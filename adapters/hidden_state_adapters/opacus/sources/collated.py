@@ -61,6 +61,16 @@ class Collated:
             for part, kept in zip(parts, halves(piece.rows), strict=True)
         ]
 
+    def tensors(self, piece: Piece) -> list[torch.Tensor]:
+        """What the loader deals of a piece.
+
+        Args:
+            piece: The first records of their batch.
+        """
+        with random_numbers_as_before():
+            indices = self._plan.own_batch(piece.step - 1)[: piece.rows]
+            return self._tensors([self._dataset[i] for i in indices])
+
     def _tensors(self, records: Sequence[Any]) -> list[torch.Tensor]:
         return list(tensors_of(self._collate(records)))
 

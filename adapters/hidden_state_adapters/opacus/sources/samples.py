@@ -32,7 +32,7 @@ from hidden_state_adapters.opacus.gradients.samples import (
     rows_of,
     sum_of,
 )
-from hidden_state_adapters.opacus.sources.apart import Call
+from hidden_state_adapters.opacus.sources.apart import Call, outputs_of
 from hidden_state_adapters.opacus.sources.base import Source
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
@@ -48,7 +48,6 @@ class SampledRun(Source):
     Args:
         module: The module itself, not Opacus' wrapper.
         frozen: What is kept in eval() mode.
-        divides: Whether the loss of a batch is divided by its number of records.
         **options: See `Source`.
 
     Attributes:
@@ -59,9 +58,8 @@ class SampledRun(Source):
     # Opacus and users copy models with their hooks; a copy trains nothing here.
     _is_idle = True
 
-    def __init__(self, module: nn.Module, frozen: FrozenPart, *, divides: bool, **options: Any):
+    def __init__(self, module: nn.Module, frozen: FrozenPart, **options: Any):
         super().__init__(module, frozen, **options)
-        self._divides = divides
         self._modules = tuple(module.named_modules())
         self._trained = [part for _, part in trainable_modules(module)]
         self._call: Call | None = None
@@ -133,7 +131,7 @@ class SampledRun(Source):
             found["other_inputs"] = self._has_other_inputs()
         if self._reached.listens and self.ghost is None:
             found["beside"] = self._reached.beside(piece, piece.rows if self._divides else 1)
-        return {**found, **self._look_once(piece, self._outputs)}
+        return {**found, **self._look_once(piece, self._computed)}
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """See `Source.judge`."""
@@ -149,7 +147,11 @@ class SampledRun(Source):
         pairs = zip(inputs, self._first, strict=True)
         return any_of(_is_other(x, old, writes) for x, (old, writes) in pairs)
 
-    def _outputs(self, call: Call) -> list[torch.Tensor]:
+    def _outputs(self, piece: Piece) -> Sequence[torch.Tensor]:
+        assert self._call is not None
+        return outputs_of(self._module, self._computed, self._call, piece.rows)
+
+    def _computed(self, call: Call) -> list[torch.Tensor]:
         args, kwargs = call
         found = tree_leaves(self._module(*args, **kwargs))
         return [x for x in found if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -174,11 +176,7 @@ class SampledRun(Source):
     def assumptions(self) -> Iterable[Assumption]:
         """What is looked at, and what is taken on trust."""
         yield from super().assumptions
-        if not self._is_composed:
-            yield Assumption.declared(
-                "the loss of every record is computed from that record alone (a mean over tokens "
-                "that leaves out padding is not)"
-            )
+        yield from self._of_the_loss()
 
     def close(self) -> None:
         """Removes the hooks."""
