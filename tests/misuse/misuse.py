@@ -24,6 +24,7 @@ from misuse_of_runs import (
     batch_skipped,
     batch_used_after_the_pass,
     batch_used_twice,
+    batch_written,
     batches_fetched_in_advance,
     data_batched,
     data_batched_to_known_shapes,
@@ -54,7 +55,9 @@ from misuse_of_runs import (
     other_loader,
     other_weights_later,
     pass_left_and_begun_again,
+    records_mapped,
     records_written,
+    targets_written,
     trained_again,
     trained_again_elsewhere,
     weights_without_bound,
@@ -342,6 +345,17 @@ def weights_moved_for_the_pass(trial):
     trial.epoch(at=0, before=perturb, after=lambda: trial.set_weights(kept))
 
 
+def pass_with_other_weights(trial):
+    """And the model itself is left alone."""
+    with trial.pass_with_other_weights():
+        trial.epoch()
+
+
+def head_hooked(trial):
+    trial.hook_the_head()
+    trial.epoch()
+
+
 def older_weights_loaded(trial):
     older = trial.weights()
     trial.epoch()
@@ -598,6 +612,13 @@ MISUSES = (
     Misuse(63, one_epoch, "the model mixes the records", None, layer="largest"),
     Misuse(63, one_epoch, "the model mixes the records", None, layer="guard"),
     Misuse(64, records_written, DECLARED, None),
+    # After the first steps, in which it used to be looked for.
+    Misuse(102, records_mapped, "not what the loader drew", None, composed=DECLARED),
+    Misuse(102, batch_written, "not what the loader drew", None, composed=DECLARED),
+    Misuse(102, targets_written, DECLARED, None, computed="changed in place"),
+    Misuse(103, pass_with_other_weights, MOVED, None),
+    Misuse(103, head_hooked, "hooks of the first training pass", None, composed=DECLARED,
+           goes_on=OPACUS),
     Misuse(82, trained_again, None, ACCOUNTED),
     Misuse(82, trained_again_elsewhere, None, ACCOUNTED),
     Misuse(82, moved_and_trained_again, None, "something else has changed", goes_on=KERAS),

@@ -111,6 +111,24 @@ def records_written(trial):
     trial.epoch(between=trial.write_records)
 
 
+def records_mapped(trial):
+    """After the first steps, by a number of the batch."""
+    for batch in trial.batches():
+        trial.step(trial.mapped(batch))
+
+
+def batch_written(trial):
+    for batch in trial.batches():
+        trial.write_inputs(batch)
+        trial.step(batch)
+
+
+def targets_written(trial):
+    for batch in trial.batches():
+        trial.write_targets(batch)
+        trial.step(batch)
+
+
 def a_second_pass(trial):
     """Row i of the gradient then belongs to two records."""
     trial.epoch(before=trial.unused_gradients)

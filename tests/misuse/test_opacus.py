@@ -184,6 +184,16 @@ class OpacusTrial(Trial):
     def rows(self, batch, index):
         return [part[list(index)] for part in batch]
 
+    def mapped(self, batch):
+        features, labels = batch
+        return features / (1 + features.abs().max()), labels
+
+    def write_inputs(self, batch):
+        batch[0].lerp_(batch[0].flip(0), 0.1)
+
+    def write_targets(self, batch):
+        batch[1].copy_(batch[1].flip(0))
+
     def evaluate(self):
         with torch.no_grad():
             self.private(self.loader.dataset.tensors[0])
@@ -196,6 +206,23 @@ class OpacusTrial(Trial):
     def set_weights(self, weights):
         for p, value in zip(self.model.head.parameters(), weights, strict=True):
             p.data.copy_(value)
+
+    @contextlib.contextmanager
+    def pass_with_other_weights(self):
+        if "grad_sample_mode" in self.arguments:
+            raise NotImplementedError("the hooks of Opacus know the parameters of the model only")
+        private = self.private
+        own = {name: p + 0.1 for name, p in private.named_parameters() if p.requires_grad}
+        self.private = functools.partial(torch.func.functional_call, private, own)
+        try:
+            yield
+        finally:
+            self.private = private
+
+    def hook_the_head(self):
+        self.model.head.register_forward_pre_hook(
+            lambda head, args: (args[0] / (1 + args[0].abs().max()),)
+        )
 
     def frozen(self):
         return self.model.backbone.weight.detach().clone()

@@ -54,6 +54,18 @@ class Trial:
         """The rows of a batch with these indices."""
         raise NotImplementedError("has no loop of one's own")
 
+    def mapped(self, batch):
+        """A batch whose records were divided by a number that depends on all of them."""
+        raise NotImplementedError("has no loop of one's own")
+
+    def write_inputs(self, batch):
+        """Changes what the model is going to get, in place."""
+        raise NotImplementedError("has no loop of one's own")
+
+    def write_targets(self, batch):
+        """Changes the targets of a batch, in place."""
+        raise NotImplementedError("has no loop of one's own")
+
     def evaluate(self):
         """A forward pass that trains nothing."""
         raise NotImplementedError
@@ -77,6 +89,14 @@ class Trial:
     def write_weights(self):
         """To a file."""
         raise NotImplementedError("has checkpoints of its own")
+
+    def pass_with_other_weights(self):
+        """A context in which the model is called with weights that it does not hold."""
+        raise NotImplementedError
+
+    def hook_the_head(self):
+        """What goes into the head depends on the whole batch from now on."""
+        raise NotImplementedError("layers have no hooks")
 
     def frozen(self):
         """A copy of the frozen matrix."""

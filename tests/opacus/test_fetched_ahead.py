@@ -269,7 +269,7 @@ REFUSED = [
     (swapped, "step 1 used batch 1, expected batch 0"),
     (one_left_out, "step 3 used batch 3, expected batch 2"),
     (best_of_two, r"step \d used (batch \d|no new batch), expected batch \d"),
-    (of_another_loader, "not what the loader dealt"),
+    (of_another_loader, "not what the loader drew"),
 ]
 
 

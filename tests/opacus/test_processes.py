@@ -134,9 +134,9 @@ def same_text(outcomes):
     [
         ("skips_a_step", (), "Process 1 of 2 refused: step 2: a piece of a batch was delivered|"
          "Process 1 of 2 refused: step 2 used batch 2, expected batch 1"),
-        ("refuses_a_step", (1,), "Process 1 of 2 refused: .*features of norm 2"),
-        ("refuses_a_step", (0,), "Process 0 of 2 refused: .*features of norm 2"),
-        ("refuses_a_piece", (), "Process 1 of 2 refused: .*features of norm 2"),
+        ("refuses_a_step", (1,), "Process 1 of 2 refused: .*not what the loader drew"),
+        ("refuses_a_step", (0,), "Process 0 of 2 refused: .*not what the loader drew"),
+        ("refuses_a_piece", (), "Process 1 of 2 refused: .*not what the loader drew"),
         ("changes_the_rate", (), "different steps: process 0 has step 2.*'lr': 0.5.*process 1 has "
          "step 2.*'lr': 0.25"),
         ("writes_a_parameter", (), "Process 1 of 2 refused: step 2: the parameters were"),

@@ -189,10 +189,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 tensor that the loader deals), a function of that tensor; None: nothing, but a cast
                 or another shape. It must not depend on the model: no pseudo-labels.
 
-                loop_maps_records: Of a known loss: True declares that what the loop does to records
-                before the model it does to every record by itself, whatever the model is: no
-                adversarial examples, no hard-example mining. False compares, in the first
-                steps, the model's input with what the loader dealt.
+                loop_maps_records: Of a hidden state or a mechanism: True declares that what the
+                loop does to records before the model it does to every record by itself, whatever
+                the model is: no mixup, no mean or largest norm of the batch, no adversarial
+                examples, no hard-example mining. False compares, in every step, the tensors that go
+                into the model with those that the loader drew. (Pieces of BatchMemoryManager are
+                read a second time for it, so that the data set may draw no random numbers.)
 
                 schedule: The learning rates that the loop is going to use: a number, one number per
                 logical step (not per epoch) or a hidden_state_accountants.Schedule. A step with

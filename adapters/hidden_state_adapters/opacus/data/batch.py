@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.opacus.data.loader import BatchCursor
+from hidden_state_adapters.opacus.data.loader import BatchCursor, tensors_of
 from hidden_state_adapters.opacus.gradients.figures import Figure, all_of, any_of, differ
 from hidden_state_adapters.opacus.gradients.piece import Piece
 
@@ -19,10 +19,9 @@ from hidden_state_adapters.opacus.gradients.piece import Piece
 class Taken:
     """Checks, piece by piece, that a logical step uses the batch that the plan has for it.
 
-    A loop that fetches one batch ahead holds two when it steps. Every tensor that goes into the
-    model then has to be one of the batch whose turn it is: the same numbers, wherever they were
-    moved to and in whatever shape and type. In a loop that fetches and steps in turn there is
-    nothing to tell apart, and the loop may transform what the loader delivered.
+    Every tensor that goes into the model has to be one of the batch whose turn it is: the same
+    numbers, wherever they were moved to and in whatever shape and type. Where the loop may map
+    records that is compared only if it fetches ahead, and so holds two batches when it steps.
 
     Attributes:
         index: Of the batch within the epoch.
@@ -32,17 +31,31 @@ class Taken:
     Args:
         plan: The batches.
         cursor: Says which batch the loop is working on.
+        loader: The user's, whose data set and collate_fn make the pieces of BatchMemoryManager.
         inputs: The tensors that went into the model in the latest training pass.
+        is_composed: Whether every step counts, so that the loop may do what Opacus lets it do.
+        maps_records: Whether the loop maps records before the model, which was declared.
     """
 
     index: int | None = None
     rows = 0
     skips_step = False
+    _piece: Piece
+    _of_piece: tuple[torch.Tensor, ...] | None = None
 
     def __init__(
-        self, plan: BatchPlan, cursor: BatchCursor, inputs: Callable[[], Sequence[torch.Tensor]]
+        self,
+        plan: BatchPlan,
+        cursor: BatchCursor,
+        loader: Any,
+        inputs: Callable[[], Sequence[torch.Tensor]],
+        *,
+        is_composed: bool,
+        maps_records: bool,
     ):
-        self._plan, self._cursor, self._inputs = plan, cursor, inputs
+        self._plan, self._cursor, self._loader, self._inputs = plan, cursor, loader, inputs
+        self._compares = not (is_composed or maps_records)
+        self._is_mapped = maps_records and not is_composed
 
     def assumptions(self, collate: Any, relation: NeighboringRelation) -> Iterable[Assumption]:
         """What is verified and what is taken on trust about the batches.
@@ -53,6 +66,17 @@ class Taken:
         """
         plan = self._plan
         yield Assumption.checked(plan.description)
+        if self._compares:
+            yield Assumption.checked(
+                "every tensor that went into the model is one of the batch that the loader drew, "
+                "moved, cast or reshaped"
+            )
+        if self._is_mapped:
+            yield Assumption.declared(
+                "loop_maps_records=True: what the loop does to records before the model it does to "
+                "every record by itself (no mixup, no mean or largest norm of the batch), and the "
+                "records are those of the batch that the loader drew"
+            )
         if plan.is_shared:
             yield Assumption.checked(
                 "orders from 256 bits that one process drew from the operating system, by "
@@ -77,7 +101,30 @@ class Taken:
         if piece.block == 0:
             self._take(piece)
             self.rows += piece.rows
+        self._piece, self._of_piece = piece, None
         self._check_rows(piece)
+
+    @property
+    def unwritten(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the batch or piece at hand that the loop did not change in place."""
+        taken = self._cursor.taken
+        return self.tensors if taken is None else taken.unwritten
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """The tensors of the batch or piece at hand.
+
+        BatchMemoryManager has a loader of its own: the records of a piece are read once more.
+        """
+        if self._cursor.taken is not None:
+            return self._cursor.taken.tensors
+        if self._of_piece is None:
+            piece, dataset = self._piece, self._loader.dataset
+            places = self._plan.own_batch(piece.step - 1)[self.rows - piece.rows : self.rows]
+            self._of_piece = tuple(
+                tensors_of(self._loader.collate_fn([dataset[i] for i in places]))
+            )
+        return self._of_piece
 
     def _take(self, piece: Piece) -> None:
         expected = self._cursor.expected_index
@@ -117,14 +164,31 @@ class Taken:
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
         """Whether the training pass was on something else than the batch whose turn it is."""
-        if piece.block > 0 or not self._cursor.was_fetched_ahead or self._cursor.taken is None:
+        if not piece.rows or not (self._compares or self._cursor.was_fetched_ahead):
             return {"other_batch": False}
-        return {"other_batch": holds_others(self._inputs(), self._cursor.taken.tensors)}
+        return {"other_batch": holds_others(self._inputs(), self.unwritten)}
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if it was."""
-        if values["other_batch"]:
-            raise self._other_batch(piece.step, self._batch_of_the_pass(), self.index)
+        if not values["other_batch"]:
+            return
+        used = self._batch_of_the_pass()
+        if self._cursor.was_fetched_ahead and used != self.index:  # else it was changed in place
+            raise self._other_batch(piece.step, used, self.index)
+        again = ""
+        if self._cursor.taken is None:
+            again = (
+                " (Pieces of BatchMemoryManager are read once more to be compared: a data set that "
+                "draws random numbers has others then.)"
+            )
+        raise UnsupportedRunError(
+            f"step {piece.step}: what went into the model is not what the loader drew, moved, "
+            "cast or reshaped, or was changed in place. Whether the loop mixes records (mixup, "
+            "statistics of the batch) nobody can see: map the records in the data set, the "
+            "collate_fn or the model (call the private model, with its backbone inside). Or "
+            "declare with loop_maps_records=True that the loop maps every record by itself."
+            f"{again}"
+        )
 
     def _batch_of_the_pass(self) -> int | None:
         """Which of the delivered batches went into the model, for an error."""

@@ -55,9 +55,10 @@ class Delivery:
         return [0 if x.is_inference() else x._version for x in self.tensors]
 
     @property
-    def is_as_delivered(self) -> bool:
-        """Whether torch counted no write to the tensors since then."""
-        return self._count() == self._writes
+    def unwritten(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that torch counted no write to since then."""
+        counts = zip(self.tensors, self._count(), self._writes, strict=True)
+        return tuple(tensor for tensor, now, then in counts if now == then)
 
 
 @attrs.define(eq=False)

@@ -12,12 +12,9 @@ from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, counted_writes
-from hidden_state_adapters.opacus.gradients.precision import (
-    check_arithmetic,
-    exact_products,
-    is_exact,
-)
+from hidden_state_adapters.opacus.gradients.precision import check_arithmetic, exact_products
 from hidden_state_adapters.opacus.sources.apart import Call
+from hidden_state_adapters.opacus.sources.base import Hooks
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.iterate import Iterate
 
@@ -62,7 +59,8 @@ class HeadPasses:
         frozen: What is kept in eval() mode.
         is_flat: Whether a record has to be one row.
         has_loss: Whether the loop's gradients have to be those of a declared loss.
-        is_composed: Whether gradients go on to what comes before the module, as in Opacus.
+        is_composed: Whether gradients go on to what comes before the module, as in Opacus, and
+            hooks may be registered on the model during the run.
     """
 
     # Opacus and users copy models with their hooks; a copy trains nothing here.
@@ -84,6 +82,8 @@ class HeadPasses:
         self._modules = tuple(module.named_modules())
         self._passes: list[HeadPass] = []
         self._call: Call | None = None
+        self._hooks = None if is_composed else Hooks(self._modules)
+        self._weight, self._bias = head.weight, head.bias
         self._is_idle = False
         self._handles = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -118,25 +118,24 @@ class HeadPasses:
                 f"got {tuple(features.shape[1:])} for each: several rows per record are not one "
                 "linear prediction. Flatten them, or declare loss_geometry without feature_norm."
             )
-        if self._is_composed and attached.requires_grad:
-            with exact_products(output.device.type):
-                outputs, moved = self._outputs(head, attached), self._iterate.moved()
-            outputs.retain_grad()
-            self._passes.append(HeadPass(features, outputs, moved, self._call))
-            return outputs
-        if is_exact() and output.dtype == head.weight.dtype:
-            outputs, moved = output.detach(), self._iterate.moved()
+        if self._hooks is not None:
+            self._hooks.check()
+        is_other = head.weight is not self._weight or head.bias is not self._bias
+        moved = is_other or self._iterate.moved()
+        is_attached = self._is_composed and attached.requires_grad
+        with exact_products(output.device.type), torch.set_grad_enabled(is_attached):
+            leaf = self._outputs(attached if is_attached else features)
+        if is_attached:
+            leaf.retain_grad()
         else:
-            with exact_products(output.device.type), torch.no_grad():
-                outputs, moved = self._outputs(head, features), False
-        leaf = outputs.requires_grad_()
+            leaf.requires_grad_()
         self._passes.append(HeadPass(features, leaf, moved, self._call))
         return leaf
 
-    def _outputs(self, head: nn.Linear, features: torch.Tensor) -> torch.Tensor:
-        """What the head computes with the weights of the last step."""
-        weight = self._iterate.value(head.weight)
-        bias = None if head.bias is None else self._iterate.value(head.bias).to(features.device)
+    def _outputs(self, features: torch.Tensor) -> torch.Tensor:
+        """What the head computes with the weights of the last step, whatever it holds."""
+        weight = self._iterate.value(self._weight)
+        bias = None if self._bias is None else self._iterate.value(self._bias).to(features.device)
         return F.linear(features.to(weight.dtype), weight.to(features.device), bias)
 
     def used(self) -> list[HeadPass]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,6 @@ from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.criteria import KnownCriterion
-from hidden_state_adapters.opacus.data.batch import holds_others
-from hidden_state_adapters.opacus.data.loader import BatchCursor
 from hidden_state_adapters.opacus.gradients.bounds import check_features
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.gradients.head import HeadGradients
@@ -29,7 +28,9 @@ from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 
 TOLERANCE = 1e-2  # of the length of all slopes of a piece: bfloat16 in a loop passes
 _ROUNDING_UNITS = 100.0
-_FIRST_STEPS = 3  # in which the model's input is compared with the batch
+_LEAST = 1e-5  # of that length: what is less is not looked at, and may be rounding
+
+_logger = logging.getLogger("hidden_state_accountants")
 
 
 class HeadRun(Source):
@@ -238,7 +239,7 @@ class HeadRun(Source):
 
 
 class KnownHeadRun(HeadRun):
-    """Computes the slopes of a known loss from the batch that was dealt.
+    """Computes the slopes of a known loss from the targets of the batch that was drawn.
 
     The loop is compared with them, and the weights with the last iterate; both are a courtesy:
     neither goes into the step.
@@ -249,8 +250,6 @@ class KnownHeadRun(HeadRun):
         frozen: What is kept in eval() mode.
         known: The loss.
         targets: Finds those of a piece.
-        cursor: Says which batch the loop is working on.
-        maps_records: Whether the loop maps records before the model, which was declared.
         **options: See `HeadRun`.
     """
 
@@ -262,27 +261,20 @@ class KnownHeadRun(HeadRun):
         *,
         known: KnownCriterion,
         targets: Targets,
-        cursor: BatchCursor,
-        maps_records: bool,
         **options: Any,
     ):
         super().__init__(module, head, frozen, **options)
         self._known = copy.deepcopy(known)  # what a loop sets later changes nothing
-        self._targets, self._cursor, self._maps_records = targets, cursor, maps_records
-        self._looked = 0  # steps whose inputs were compared
-        self._rows_before = 0
+        self._targets = targets
         self._target: torch.Tensor | None = None
+        self._warns = True  # of a loop whose loss has a further term
 
     def _of_the_loss(self) -> Iterable[Assumption]:
         return ()
 
     def _slopes_of(self, piece: Piece, got: torch.Tensor) -> torch.Tensor:
         output = self._used[0].outputs.detach()
-        start = self._rows_before if piece.block == 0 else 0
-        rows = slice(start, start + piece.rows)
-        self._target = self._targets.of(
-            piece.step, rows, output, lambda target: self._misfit(output, target, got)
-        )
+        self._target = self._targets.of(output, lambda target: self._misfit(output, target, got))
         try:
             return self._known.slopes(output, self._target)
         except (TypeError, ValueError) as error:
@@ -297,17 +289,11 @@ class KnownHeadRun(HeadRun):
         return math.inf if math.isnan(off) else off
 
     def _compared(self, gradients: HeadGradients, got: torch.Tensor) -> dict[str, Figure]:
-        """How much further the loop's slopes are away than may be, and what was looked at."""
-        allowed = TOLERANCE * torch.linalg.vector_norm(gradients.slope_norms)
-        off = torch.linalg.vector_norm(gradients.slopes - got)
-        found: dict[str, Figure] = {"excess": off - allowed}
-        taken = self._cursor.taken
-        if self._looked < _FIRST_STEPS and taken is not None and not self._maps_records:
-            self._looked += 1
-            found["other_records"] = any_of(
-                [holds_others(self.inputs, taken.tensors), not taken.is_as_delivered]
-            )
-        return found
+        """How long the slopes are, and how far those of the loop are away."""
+        return {
+            "slopes": torch.linalg.vector_norm(gradients.slope_norms),
+            "off": torch.linalg.vector_norm(gradients.slopes - got),
+        }
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if the loop does something else than the step."""
@@ -315,9 +301,21 @@ class KnownHeadRun(HeadRun):
             check_features(piece.step, values["feature"], self._feature_norm or math.inf)
             raise self._other_loss(piece)  # targets, or a loss, that have no gradient there
         super().judge(piece, values)
-        excess = values.get("excess", 0.0)
-        if not excess <= 0 and not excess <= self._rounding(piece.rows):
+        off, length = values.get("off", 0.0), values.get("slopes", 0.0)
+        if off <= _LEAST * length or off <= (rounding := self._rounding(piece.rows)):
+            return
+        if not off <= TOLERANCE * length + rounding:
             raise self._other_loss(piece)
+        if self._warns:
+            self._warns = False
+            _logger.warning(
+                "step %d: the gradient of the loop's loss at the outputs is that of %s, and a "
+                "little more. A further term of the loss (an entropy bonus, distillation, a "
+                "penalty on outputs) is not trained: every step is that of the criterion alone. A "
+                "step in which the term is more than %g of the gradient will be refused, and ends "
+                "the run. Leave the term out; or compute the loss in float32, if it has none.",
+                piece.step, self._known.criterion, TOLERANCE,
+            )  # fmt: skip
 
     def _rounding(self, rows: int) -> float:
         """How far slopes may be apart for their rounding alone: near a minimum they are short."""
@@ -328,17 +326,6 @@ class KnownHeadRun(HeadRun):
             size += float(target.abs().max())
         units = _ROUNDING_UNITS * torch.finfo(output.dtype).eps * math.sqrt(rows)
         return units * (self._lipschitz or 1.0) * size  # the constant holds the weights of outputs
-
-    def _judge_records(self, piece: Piece, values: Mapping[str, float]) -> None:
-        super()._judge_records(piece, values)
-        if values.get("other_records"):
-            raise UnsupportedRunError(
-                f"step {piece.step}: what went into the model is not what the loader dealt, moved, "
-                "cast or reshaped. Whether the loop mixes records (mixup, statistics of the batch) "
-                "nobody can see: map the records in the data set, the collate_fn or the model "
-                "(call the private model, with its backbone inside). Or declare with "
-                "loop_maps_records=True that the loop maps every record by itself."
-            )
 
     def _other_loss(self, piece: Piece) -> UnsupportedRunError:
         own, target, gradients = self._used[0], self._target, piece.gradients
@@ -357,24 +344,13 @@ class KnownHeadRun(HeadRun):
         """Starts the next piece."""
         super().used(piece)
         self._target = None
-        if piece.block == 0:
-            self._rows_before += piece.rows
-
-    def after(self, step: int) -> None:
-        """The next piece is the first of a batch."""
-        super().after(step)
-        self._rows_before = 0
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
         """What holds by construction, what is looked at, and what is taken on trust."""
         yield Assumption.checked(
-            "every step computed from features and targets of the batch that was dealt, the "
-            "formula of the loss and the last private iterate; the loop's gradient at the outputs "
-            "compared with it"
+            "every step computed from the features that reached the head, the targets of the batch "
+            "that was drawn, the formula of the loss and the last private iterate; the loop's "
+            f"gradient at the outputs within {TOLERANCE:g} of its length, up to rounding"
         )
         yield from super().assumptions
-        if self._maps_records:
-            yield Assumption.declared(
-                "what the loop does to records before the model it does to every record by itself"
-            )

@@ -1,16 +1,14 @@
-"""The targets of the batch that was dealt."""
+"""The targets of the batch that was drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.criteria import KnownCriterion
-from hidden_state_adapters.opacus.data.loader import BatchCursor, tensors_of
+from hidden_state_adapters.opacus.data.batch import Taken
 
 REMEDY = (
     "A loop that maps labels (to -1 and 1, to probabilities, by a scale) passes make_private "
@@ -24,38 +22,29 @@ class Targets:
     Args:
         known: The loss that they are for.
         function: Of the last tensor of a batch, or None to find what fits the loss.
-        plan: The batches.
-        cursor: What was dealt.
-        loader: Where pieces of a batch come from that Opacus' BatchMemoryManager dealt.
+        batch: The tensors that were drawn.
     """
 
     def __init__(
         self,
         known: KnownCriterion,
         function: Callable[[torch.Tensor], torch.Tensor] | None,
-        plan: BatchPlan,
-        cursor: BatchCursor,
-        loader: Any,
+        batch: Taken,
     ):
-        self._known, self._function = known, function
-        self._plan, self._cursor, self._loader = plan, cursor, loader
+        self._known, self._function, self._batch = known, function, batch
         self._place: int | None = None
 
-    def of(
-        self, step: int, rows: slice, output: torch.Tensor, fit: Callable[[torch.Tensor], float]
-    ) -> torch.Tensor:
-        """The targets of a piece.
+    def of(self, output: torch.Tensor, fit: Callable[[torch.Tensor], float]) -> torch.Tensor:
+        """The targets of the batch or piece at hand.
 
         Args:
-            step: Of the piece, from 1 on.
-            rows: Its place in the batch.
-            output: Of the head, shape (rows, outputs).
+            output: Output of the head, shape (rows, outputs).
             fit: How badly targets explain the gradient at the outputs.
 
         Raises:
-            UnsupportedRunError: The batch has none.
+            UnsupportedRunError: The batch has none, or the loop wrote to them.
         """
-        tensors = self._dealt(step, rows)
+        tensors = self._batch.tensors
         if self._function is not None:
             return self._mapped(tensors, output)
         if self._place is None:
@@ -63,16 +52,15 @@ class Targets:
         target = tensors[self._place] if self._place < len(tensors) else None
         if target is None or not self._known.takes(target, output):
             raise self._not_found(tensors, output)
+        self._check_unwritten(target)
         return target
 
-    def _dealt(self, step: int, rows: slice) -> Sequence[torch.Tensor]:
-        taken = self._cursor.taken
-        if taken is not None:
-            return taken.tensors
-        dataset, collate = self._loader.dataset, self._loader.collate_fn
-        return tuple(
-            tensors_of(collate([dataset[i] for i in self._plan.own_batch(step - 1)[rows]]))
-        )
+    def _check_unwritten(self, target: torch.Tensor) -> None:
+        if all(target is not one for one in self._batch.unwritten):
+            raise UnsupportedRunError(
+                "Expected the targets that the loader drew, got a tensor that the loop changed in "
+                f"place: no step can be computed from it. Compute out of place. {REMEDY}"
+            )
 
     def _find(
         self,
@@ -91,6 +79,7 @@ class Targets:
         assert self._function is not None
         if not tensors:
             raise self._not_found(tensors, output)
+        self._check_unwritten(tensors[-1])
         target = self._function(tensors[-1])
         if self._place is None:
             self._place = len(tensors) - 1

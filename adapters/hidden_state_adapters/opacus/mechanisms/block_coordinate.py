@@ -68,7 +68,7 @@ class BlockCoordinateSteps(Mechanism):
     checked = (
         "plain SGD with constant step size, clip norm and prox; the clip exactly min(1, C/|v|) v "
         "of each block; finite gradients of b records, at the current parameters, on the same "
-        "inputs for all blocks of a step; nothing else is trained or changed"
+        "inputs for all blocks of a step; nothing else is trained"
     )
     takes_pieces = False
 
@@ -286,10 +286,10 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         a known loss or a contracting prox may profit from hidden states; several blocks cost the
         composition of all their updates (docs/papers/block_coordinate.md).
       - Checked at every update: constant step size, clip norm and regulariser; the blocks are all
-        that is trained, in float32 or float64; frozen parameters and buffers stay as they are;
-        finite gradients of b records, at the current parameters, on the same inputs for all blocks
-        of a step. A step that is refused ends the run without an epsilon.
-      - Declared: targets and closure belong to the batch, and the numbers of steps and the noise do
+        that is trained, in float32 or float64; finite gradients of b records, at the current
+        parameters, on the batch that the loader drew. A step that is refused ends the run without
+        an epsilon. Whenever epsilon is asked for: frozen parameters and buffers are as they were.
+      - Declared: the loss is that of the batch's targets, and the numbers of steps and the noise do
         not depend on the records. Not covered: rounding of floating-point numbers.
 
     Args:

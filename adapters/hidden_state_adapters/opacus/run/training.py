@@ -74,8 +74,15 @@ class TrainingRun:
         )
         declared.frozen.hold(tells=True)
         self.curvature = _curvature(declared)
-        self.source = _source(declared, self.cursor)
-        self.batch = Taken(plan, self.cursor, lambda: self.source.inputs)
+        self.batch = Taken(
+            plan,
+            self.cursor,
+            loader,
+            lambda: self.source.inputs,
+            is_composed=declared.mechanism.is_composed,
+            maps_records=declared.arguments.loop_maps_records,
+        )
+        self.source = _source(declared, self.batch)
 
     @property
     def plan(self) -> BatchPlan:
@@ -245,7 +252,7 @@ class TrainingRun:
         note_branch(self.id, self.record)
 
 
-def _source(declared: DeclaredRun, cursor: BatchCursor) -> Source:
+def _source(declared: DeclaredRun, batch: Taken) -> Source:
     is_composed = declared.mechanism.is_composed
     arguments, known, module = declared.arguments, declared.known_criterion, declared.inner
     calls_it = arguments.is_ghost and declared.head is None  # record by record
@@ -275,9 +282,7 @@ def _source(declared: DeclaredRun, cursor: BatchCursor) -> Source:
         declared.head,
         declared.frozen,
         known=known,
-        targets=Targets(known, arguments.targets, declared.plan, cursor, arguments.data_loader),
-        cursor=cursor,
-        maps_records=arguments.loop_maps_records,
+        targets=Targets(known, arguments.targets, batch),
         **options,
     )
 

@@ -29,6 +29,31 @@ LOSS_OF_RECORDS = (
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
+class Hooks:
+    """Refuses hooks that were registered on a model after its first training pass.
+
+    Args:
+        modules: Names and modules of the model.
+    """
+
+    def __init__(self, modules: Sequence[tuple[str, nn.Module]]):
+        self._modules = [part for _, part in modules]
+        self._count: int | None = None
+
+    def check(self) -> None:
+        """Raises UnsupportedRunError if there are more than in the first call."""
+        count = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in self._modules)
+        if self._count is None:
+            self._count = count
+        elif count > self._count:
+            raise UnsupportedRunError(
+                "Expected the hooks of the first training pass, got further ones on the model: a "
+                "hook can change what the step is computed from, and whether it mixes records was "
+                "looked at without it. Register hooks before the first step, or remove them before "
+                "the training pass."
+            )
+
+
 class Source:
     """Where the gradients of a run come from, and what is looked at of its model.
 
@@ -222,9 +247,14 @@ class Source:
         if self._lipschitz is not None:
             yield Assumption.checked(f"per-example gradient norms at most {self._lipschitz:g}")
         yield Assumption.checked(
-            "parameters in float32 or float64, changed by the private optimizer only; buffers and "
-            "what is frozen as at the start"
+            "parameters in float32 or float64, in every step those that the last one left"
         )
+        yield Assumption.checked(
+            "buffers and what is frozen as at the start, whenever epsilon is asked for or the "
+            "model is released"
+        )
+        if not self._is_composed:
+            yield Assumption.checked("no hooks on the model but those of the first training pass")
         if not all(self._flags):
             yield Assumption.declared(
                 "the frozen part of the model is public: it was not fitted to the private records, "

@@ -33,7 +33,7 @@ from hidden_state_adapters.opacus.gradients.samples import (
     sum_of,
 )
 from hidden_state_adapters.opacus.sources.apart import Call, outputs_of
-from hidden_state_adapters.opacus.sources.base import Source
+from hidden_state_adapters.opacus.sources.base import Hooks, Source
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
 
@@ -66,6 +66,7 @@ class SampledRun(Source):
         self._passes = 0  # since the last piece
         self._strayed: Figure = False  # whether a pass used other weights
         self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
+        self._hooks = None if self._is_composed else Hooks(self._modules)
         self._is_idle = False
         self._reached = _Reached(module, self.iterate.params)
         self._handle = module.register_forward_pre_hook(self._begin, with_kwargs=True)
@@ -74,6 +75,8 @@ class SampledRun(Source):
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_idle or not (torch.is_grad_enabled() and self._is_training()):
             return
+        if self._hooks is not None:
+            self._hooks.check()
         self._frozen.hold()
         self._frozen.check_batch_norm(self._modules)
         self._call = args, kwargs
