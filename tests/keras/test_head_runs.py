@@ -124,6 +124,39 @@ def zeroed(model):
     model.layers[-1].bias.assign_add(tf.ones_like(model.layers[-1].bias))
 
 
+class Longest(layers.Layer):
+    """Brings features within a bound that the longest row of the batch sets."""
+
+    def call(self, x):
+        return x / tf.maximum(1.0, tf.reduce_max(tf.norm(x, axis=1)))
+
+
+def test_a_layer_that_divides_by_the_longest_row_of_its_batch():
+    """Of 6,000 examples, only those beside the one long row have other features than alone."""
+    x = np.resize(X / 2, (6000, FEATURES)).astype("float32")
+    x[600] *= 100
+    model = HiddenStateSequential(
+        [Longest(), layers.Dense(CLASSES)], l2_norm_clip=0.5, noise_multiplier=1.0, **AUTO
+    )
+    model.compile(tf.keras.optimizers.SGD(0.5), loss())
+    with pytest.raises(hsa.UnsupportedRunError, match="features of every example by itself"):
+        model.fit(x, np.resize(Y, 6000), batch_size=1000, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [([Scale()], "before the first step, twice"), ([], "by layers that are Keras' own")],
+)
+def test_how_features_were_looked_at(own, said):
+    frozen = [layers.Dense(FEATURES, kernel_initializer="identity", trainable=False)]
+    model = HiddenStateSequential(
+        [*own, *frozen, layers.Dense(CLASSES)], l2_norm_clip=0.5, noise_multiplier=1.0, **AUTO
+    )
+    model.compile(tf.keras.optimizers.SGD(0.5), loss())
+    model.fit(X, Y, batch_size=BATCH, verbose=0)
+    assert said in " ".join(model.report(1e-5).split())
+
+
 NO_EFFECT = [scaled, mixing, another_loss, temperature, hooked, regularised, patched_call]
 REFUSED = {
     (mixing, "before"): "features of every example by itself",

@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateUpdate,
     DiceUpdate,
     HiddenStateModel,
     HiddenStateSequential,
@@ -135,7 +136,7 @@ def test_linear_layers_give_the_gradients_of_rows(stack):
     )
     x, y = tf.constant(X), tf.constant(Y)
     trained = keras_api.trained(model)
-    fast = ThroughLinearLayers.of(model, row_losses, trained, x, y)
+    fast = ThroughLinearLayers.of(model, row_losses, trained, x)
     factors = tf.constant(np.linspace(0, 1, RECORDS))
     found, rows = fast.gradients(x, y), RowByRow(model, row_losses, trained).gradients(x, y)
     for name in ("norms", "losses", "outputs"):
@@ -154,42 +155,76 @@ def test_lengths_whose_squares_underflow():
     assert (norms.numpy() >= 1e-7 * math.sqrt(CLASSES)).all()
 
 
-@pytest.mark.parametrize(
-    "stack",
-    [
-        lambda: [layers.LayerNormalization(), head()],
-        lambda: [layers.Reshape((2, 2)), layers.Dense(2), layers.Flatten(), head()],
-        lambda: [layers.Embedding(7, 2, input_length=FEATURES), layers.Flatten(), head()],
-    ],
-    ids=["scale", "sequence", "embedding"],
-)
-def test_other_layers_go_row_by_row(stack):
-    model = make(stack())
-    x, y, row_losses = tf.constant(abs(X)), tf.constant(Y), RowLosses(crossentropy())
-    model(x)
-    assert ThroughLinearLayers.of(model, row_losses, keras_api.trained(model), x, y) is None
-
-
-class MixesNowAndThen(tf.keras.layers.Layer):
-    """As MixUp: one draw in some leaves the few rows of a small batch as they are."""
-
-    def __init__(self, draws_that_mix):
-        super().__init__()
-        self.number = tf.Variable(0, trainable=False)
-        self.draws_that_mix = tf.constant(draws_that_mix)
-
+class Halved(layers.Layer):
     def call(self, x):
-        mixes = tf.gather(self.draws_that_mix, self.number.assign_add(1) % 4)
-        return tf.where(mixes, (x + tf.reverse(x, [0])) / 2, x)
+        return x / 2
 
 
-@pytest.mark.parametrize("draw", range(4))
-def test_rows_that_are_mixed_now_and_then(draw):
-    model = make([MixesNowAndThen([draw == k for k in range(4)]), head()])
-    x, y = tf.constant(X[:4]), tf.constant(Y[:4])
+def twice():
+    """A layer that is called with the examples and with what it makes of them."""
+    inner = layers.Dense(FEATURES)
+    inputs = tf.keras.Input((FEATURES,))
+    return tf.keras.Model(inputs, inner(inner(inputs)))
+
+
+def after(first, of=lambda x: x):
+    """A functional model whose input goes through a function of TensorFlow and a layer."""
+    inputs = tf.keras.Input((FEATURES,))
+    return tf.keras.Model(inputs, first(of(inputs)))
+
+
+OTHERS = {
+    "scale": lambda: [layers.LayerNormalization(), head()],
+    "sequence": lambda: [layers.Reshape((2, 2)), layers.Dense(2), layers.Flatten(), head()],
+    "embedding": lambda: [layers.Embedding(7, 2, input_length=FEATURES), layers.Flatten(), head()],
+    "convolution": lambda: [
+        layers.Reshape((2, 2, 1)), layers.Conv2D(2, 2, activation="relu"), layers.Flatten(), head()
+    ],
+    "of one's own": lambda: [Halved(), head()],
+    "lambda": lambda: [layers.Lambda(lambda x: x / 2), head()],
+    "activation": lambda: [layers.Dense(3, activation=lambda z: tf.nn.relu(z)), head()],
+    "axis": lambda: [layers.Reshape((2, 2)), layers.Softmax(axis=1), layers.Flatten(), head()],
+    "twice": lambda: [twice(), head()],
+    "function": lambda: [after(layers.Dense(3), lambda x: tf.square(x)), head()],
+    "moments": lambda: [layers.BatchNormalization(center=False, scale=False), head()],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stack", OTHERS)
+def test_other_layers_go_row_by_row(stack):
+    model = make(OTHERS[stack]())
+    x, y, row_losses = tf.constant(abs(X[:3])), tf.constant(Y[:3]), RowLosses(crossentropy())
     model(x)
-    losses = RowLosses(crossentropy())
-    assert ThroughLinearLayers.of(model, losses, keras_api.trained(model), x, y) is None
+    trained = keras_api.trained(model)
+    assert ThroughLinearLayers.of(model, row_losses, trained, x) is None
+    rows, factors = RowByRow(model, row_losses, trained), tf.constant([1.0, 0.5, 2.0], tf.float64)
+    found = tf.function(lambda: rows.gradients(x, y).weighted_sum(factors))()
+    alone = [rows.of_row((x[k], y[k]))[0] for k in range(3)]
+    for own, *others in zip(found, *alone, strict=True):
+        expected = sum(
+            factor * other for factor, other in zip([1.0, 0.5, 2.0], others, strict=True)
+        )
+        np.testing.assert_allclose(own, expected, atol=1e-5)
+
+
+def frozen_network():
+    inputs = tf.keras.Input((4, 4, 1))
+    hidden = layers.Rescaling(2.0)(inputs)
+    hidden = layers.Conv2D(3, 2, activation="relu")(hidden)
+    hidden = layers.BatchNormalization()(hidden)
+    hidden = layers.Add()([hidden, layers.Activation("swish")(hidden)])
+    pools = layers.GlobalAveragePooling2D()(hidden), layers.GlobalMaxPooling2D()(hidden)
+    network = tf.keras.Model(inputs, layers.Concatenate()(pools))
+    network.trainable = False
+    return network
+
+
+def test_a_frozen_network_of_keras_own_layers():
+    """Told by its structure, though the batch is normalised in it: by constants."""
+    model = make([frozen_network(), layers.Dropout(0.5), head()], compile={"metrics": ["accuracy"]})
+    x = tf.reshape(tf.range(32.0), [2, 4, 4, 1])
+    model(x)
+    assert ThroughLinearLayers.of(model, RowLosses(crossentropy()), keras_api.trained(model), x)
 
 
 class OneLayerForAll(HiddenStateModel):
@@ -209,12 +244,10 @@ class OneLayerForAll(HiddenStateModel):
 @pytest.mark.parametrize(("parts", "rows"), [(2, RECORDS), (2, 1), (1, RECORDS)])
 def test_rows_of_a_layer_that_are_not_those_of_the_examples(parts, rows):
     """Each part was clipped by itself, and all but the first rows of them were left out."""
-    model, x, y = OneLayerForAll(parts), tf.constant(X[:rows]), tf.constant(Y[:rows])
+    model, x = OneLayerForAll(parts), tf.constant(X[:rows])
     model(x)
-    # The second one has gradients of equal lengths.
-    for loss in (crossentropy(), lambda targets, z: tf.gather(z, targets, batch_dims=1)):
-        given = model, RowLosses(loss), keras_api.trained(model)
-        assert ThroughLinearLayers.of(*given, x, y) is None
+    given = model, RowLosses(crossentropy()), keras_api.trained(model)
+    assert ThroughLinearLayers.of(*given, x) is None
     model.compile(tf.keras.optimizers.SGD(1.0), crossentropy())
     before = keras_api.trained(model)[0].numpy()
     model.fit(X[:rows], Y[:rows], verbose=0)
@@ -228,25 +261,52 @@ def test_rows_of_a_layer_that_are_not_those_of_the_examples(parts, rows):
     np.testing.assert_allclose(moved, expected, atol=1e-6)
 
 
-def test_a_loss_that_mixes_examples_beside_a_head_of_zeros():
-    """Where all outputs are 0, a term like that of contrastive losses has no slope."""
+def contrastive(targets, outputs):
+    among = tf.range(tf.shape(outputs)[0])
+    products = tf.matmul(outputs, outputs, transpose_b=True)
+    own = tf.nn.sparse_softmax_cross_entropy_with_logits(among, products)
+    return own + losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
 
-    def loss(targets, outputs):
-        among = tf.range(tf.shape(outputs)[0])
-        products = tf.matmul(outputs, outputs, transpose_b=True)
-        own = tf.nn.sparse_softmax_cross_entropy_with_logits(among, products)
-        return own + crossentropy()(targets, outputs)
 
-    model, x, y = (
-        make([layers.Dense(CLASSES, kernel_initializer="zeros")]),
-        tf.constant(X),
-        tf.constant(Y),
-    )
+def over_the_positives(targets, outputs):
+    own = losses.sparse_categorical_crossentropy(targets, outputs, from_logits=True)
+    return own / tf.maximum(1.0, tf.reduce_sum(tf.cast(targets == 1, own.dtype)))
+
+
+def broadcast(targets, outputs):
+    return tf.square(tf.cast(tf.reshape(targets, [-1]), tf.float32) - outputs[:, :1])
+
+
+@pytest.mark.parametrize("loss", [contrastive, over_the_positives, broadcast])
+@pytest.mark.parametrize("zeros", [True, False])
+def test_a_loss_that_mixes_examples(loss, zeros):
+    """Of every example it is that of a batch of one, whatever the weights are."""
+    stack = [layers.Dense(CLASSES, kernel_initializer="zeros" if zeros else "ones")]
+    model, x, y = make(stack), tf.constant(X), tf.constant(Y)
     model(x)
-    variables = keras_api.trained(model)
-    assert ThroughLinearLayers.of(model, RowLosses(loss), variables, x, y) is None
-    assert not any(np.any(variable) for variable in variables)
-    assert ThroughLinearLayers.of(model, RowLosses(crossentropy()), variables, x, y)
+    given = model, RowLosses(loss), keras_api.trained(model)
+    found, rows = ThroughLinearLayers.of(*given, x).gradients(x, y), RowByRow(*given)
+    np.testing.assert_allclose(found.norms, rows.gradients(x, y).norms, atol=1e-5)
+
+
+RULES = {
+    "sgd": lambda: tf.keras.optimizers.SGD(0.5),
+    "dice": lambda: DiceUpdate(tf.keras.optimizers.SGD(0.5), error_l2_norm_clip=0.1),
+    "blocks": lambda: BlockCoordinateUpdate(tf.keras.optimizers.SGD(0.5)),
+}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_label_that_is_a_factor_of_all_losses(rule):
+    """There are no positives among the first examples: nothing that was compared showed it."""
+    y = np.arange(RECORDS) // (RECORDS // 2)
+    ends = []
+    for loss in (over_the_positives, crossentropy()):
+        model = make(optimizer=RULES[rule](), loss=loss, noise_multiplier=0.0, batch_order="full")
+        model.fit(X, y, verbose=0)
+        ends.append(model.get_weights())
+    for own, other in zip(*ends, strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-6)
 
 
 def test_a_number_is_a_variable_of_every_example_alone():

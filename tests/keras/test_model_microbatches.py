@@ -78,13 +78,13 @@ def test_weights_are_within_the_mean(dealt):
 WIDE = np.random.default_rng(2).normal(size=(RECORDS, 60)).astype("float32")
 
 
-def wide(*, stack=None, loss=None, targets=Y, each=EACH):
+def wide(*, stack=None, loss=None, each=EACH):
     """A model of `Dense` layers, what gives its gradients, and what gives them row by row."""
     model = tf.keras.Sequential(stack or [tf.keras.layers.Dense(12)])
     model.build((None, 60))
     row_losses = RowLosses(loss or tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     arguments = model, row_losses, keras_api.trained(model)
-    return ThroughLinearLayers.of(*arguments, WIDE, targets, each), MeansOfSeveral(*arguments)
+    return ThroughLinearLayers.of(*arguments, WIDE, each), MeansOfSeveral(*arguments)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -110,7 +110,7 @@ def test_lengths_of_gradients_that_cancel_each_other():
     """Half of the digits of a product are lost, which float32 has not; none is too small."""
     x = 1000 * np.repeat(WIDE[::2], 2, axis=0)
     slopes = np.random.default_rng(3).normal(size=(RECORDS, 12)).astype("float32")
-    fast, _ = wide(loss=lambda y, outputs: tf.reduce_sum(y * outputs, 1), targets=slopes)
+    fast, _ = wide(loss=lambda y, outputs: tf.reduce_sum(y * outputs, 1))
     slopes[1::2] = -slopes[::2] * np.float32(1 - 2**-20)
     x, slopes = (tf.reshape(tf.constant(part), [-1, 2, part.shape[1]]) for part in (x, slopes))
     norms = fast.gradients(x, slopes).norms
@@ -131,8 +131,7 @@ def test_what_a_record_adds_to_the_sum_is_no_longer_than_its_length():
     x[1::2] *= 1 - np.float32(2**-16) * rng.random((records, 12), dtype="float32")
     slopes[1::2] *= -1
     losses = RowLosses(lambda y, outputs: tf.reduce_sum(y * outputs, 1))
-    fast = ThroughLinearLayers(model, losses, model.layers, keras_api.trained(model))
-    fast._each = 2
+    fast = ThroughLinearLayers(model, losses, model.layers, keras_api.trained(model), 2)
     found = fast.gradients(*(tf.constant(part.reshape(records, 2, -1)) for part in (x, slopes)))
     added = []
     for record, norm in enumerate(found.norms.numpy()):

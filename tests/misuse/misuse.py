@@ -609,7 +609,8 @@ MISUSES = (
     Misuse(63, one_epoch, "the model mixes the records", None, layer="statistics",
            computed="used features of norm"),
     Misuse(63, one_epoch, "the model mixes the records", None, layer="mean"),
-    Misuse(63, one_epoch, "the model mixes the records", None, layer="largest"),
+    Misuse(63, one_epoch, "the model mixes the records", "features of every example by itself",
+           layer="largest"),
     Misuse(63, one_epoch, "the model mixes the records", None, layer="guard"),
     Misuse(64, records_written, DECLARED, None),
     # After the first steps, in which it used to be looked for.

@@ -98,6 +98,11 @@ HEADS = {
         tf.keras.losses.BinaryFocalCrossentropy(from_logits=True, reduction="none"),
         AUTO,
     ),
+    "largest": lambda: (
+        [layers.Lambda(lambda x: x / tf.reduce_max(tf.abs(x))), linear()],
+        bce(),
+        AUTO,
+    ),
     "half_squared_error": lambda: (
         [linear()],
         tf.keras.losses.MeanSquaredError(reduction="none"),

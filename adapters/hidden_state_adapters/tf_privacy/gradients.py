@@ -22,6 +22,7 @@ from tensorflow.python.util import _pywrap_util_port
 
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.rowwise import takes_examples_alone
 
 Losses = Callable[[Any, Any], tf.Tensor]
 """Of targets and outputs: one loss for each example."""
@@ -30,10 +31,7 @@ _PRECISIONS = (tf.float32, tf.float64)
 # Of TensorFlow, where products are broken, and since when they are mended.
 _FINE, _MENDED = (2, 15), (2, 22)
 _LONGEST_BLOCK = 256  # entries
-_COMPARED = 8  # records
-_DRAWS = 4  # of an augmentation: it may leave the few records of one as they are
-_MOVED = 0.1  # standard deviation
-_TOLERANCE = 1e-4  # relative, of gradients that were summed in another order
+_LOGITS = "_keras_logits"  # of probabilities, where Keras' softmax and sigmoid leave them
 
 
 def squared_lengths(rows: tf.Tensor) -> tf.Tensor:
@@ -196,6 +194,7 @@ class RowByRow:
         self._model, self._losses, self._variables = model, losses, list(variables)
         _refuse_loops(model)
         _refuse_broken_products(model)
+        _normalise_by_plain_operations(model)
 
     def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
         """Of a batch of at least one row.
@@ -243,74 +242,96 @@ class ThroughLinearLayers:
     """Gradients of models whose trained variables are kernels and biases of `Dense` layers.
 
     Args:
-        model: It is built.
-        losses: Of the model.
+        model: Keras model that is built, and takes every example by itself.
+        losses: Losses of the model.
         layers: The layers, each called once with features of shape (rows, entries).
-        variables: Theirs, that the gradients are of.
+        variables: Their variables that the gradients are of.
+        each: Number of examples of a record, of whose mean loss the gradients are.
     """
 
     name = "from the linear layers"
-    training = True  # the mode of the model
-    _each = 1  # examples of a record, of whose mean loss the gradients are
 
-    def __init__(self, model: Any, losses: Losses, layers: Sequence[Any], variables: Sequence[Any]):
+    def __init__(
+        self,
+        model: Any,
+        losses: Any,
+        layers: Sequence[Any],
+        variables: Sequence[Any],
+        each: int = 1,
+    ):
         self._model, self._losses, self._layers = model, losses, layers
-        self._variables = list(variables)
+        self._variables, self._each = list(variables), each
 
     @classmethod
     def of(
-        cls,
-        model: Any,
-        losses: Losses,
-        variables: Sequence[Any],
-        examples: Any,
-        targets: Any,
-        each: int = 1,
+        cls, model: Any, losses: Any, variables: Sequence[Any], examples: Any, each: int = 1
     ) -> ThroughLinearLayers | None:
-        """It, if it gives the gradients of this batch of examples; else None.
+        """Returns it if the structure of the model tells that it gives the gradients, else None.
 
-        Only models of Keras' own layers, or with a single trained layer, are taken: in others a
-        kernel may be used in two places.
+        Args:
+            model: As for the class, as are losses, variables and each.
+            losses: Losses of the model.
+            variables: Variables that the gradients are of.
+            examples: Some examples, at least one.
+            each: Number of examples of a record.
         """
-        layers = [
-            layer
-            for layer in model._flatten_layers(include_self=False)
-            if layer.trainable_weights and not list(layer._flatten_layers(include_self=False))
-        ]
-        if not all(map(_is_linear, layers)) or not (len(layers) == 1 or _is_known(model)):
+        if not takes_examples_alone(model, examples):
             return None
         wanted = {v.ref() for v in variables}
-        own = [(layer, {v.ref() for v in keras_api.trained(layer)}) for layer in layers]
+        own = [
+            (layer, {v.ref() for v in keras_api.trained(layer)})
+            for layer in model._flatten_layers()
+            if _is_linear(layer)
+        ]
         layers = [layer for layer, refs in own if refs & wanted]
         if set().union(*(refs for _, refs in own if refs & wanted)) != wanted:
             return None
-        found = cls(model, losses, layers, variables)
-        if not found.agrees(examples, targets):
-            return None
-        found._each = each
-        return found
+        found = cls(model, losses, layers, variables, each)
+        return found if found._is_called_once(examples) else None
+
+    def _is_called_once(self, examples: Any) -> bool:
+        """Returns whether each layer is called with one row of features for every example."""
+
+        def call(number: int) -> None:
+            rows = tf.nest.map_structure(lambda part: tf.concat([part[:1]] * number, 0), examples)
+            self._model(rows, training=False)
+
+        # Keras 2 makes the graph of a Sequential model anew when it first sees another number.
+        call(2)
+        call(3)
+        with tf.GradientTape() as tape, self._watched(tape) as calls:
+            call(2)
+        shapes = [features.shape for _, features, _ in calls]
+        return self._are_all(calls) and all(len(shape) == 2 == shape[0] for shape in shapes)
+
+    def _are_all(self, calls: Sequence[tuple[int, Any, Any]]) -> bool:
+        return sorted(index for index, *_ in calls) == list(range(len(self._layers)))
 
     def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
-        """Of a batch; with several examples in a record as of `MeansOfSeveral`."""
+        """Returns those of a batch; with several examples in a record as of `MeansOfSeveral`."""
         each = self._each
         if each > 1:
             examples, targets, *weights = one_by_one((examples, targets, *weights))
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             with self._watched(tape) as calls:
-                outputs = self._model(examples, training=self.training)
-            losses = self._losses(targets, outputs)
-            if each > 1:
-                losses = mean_losses(losses, weights, each)
+                outputs = self._model(examples, training=True)
         refuse_added_losses(self._model)
-        if sorted(index for index, *_ in calls) != list(range(len(self._layers))):
+        if not self._are_all(calls):
             raise refusal(
                 "Expected every trained layer to be called once, as in the first batch, got "
                 f"{len(calls)} calls of {len(self._layers)} layers."
             )
+        parts = (outputs, outputs._keras_logits) if hasattr(outputs, _LOGITS) else (outputs,)
+        losses, by_parts = self._losses.with_slopes(targets, parts, _joined)
         calls.sort(key=lambda call: call[0])
-        features = [call[1] for call in calls]
-        slopes = tape.gradient(losses, [call[2] for call in calls], unconnected_gradients="zero")
-        products = list(map(Product, self._layers, features, slopes))
+        slopes = tape.gradient(
+            parts, [linear for *_, linear in calls], by_parts, unconnected_gradients="zero"
+        )
+        products = [
+            Product(layer, features, mean_slopes(slope, weights, each))
+            for layer, (_, features, _), slope in zip(self._layers, calls, slopes, strict=True)
+        ]
+        losses = mean_losses(losses, weights, each)
         return of_products(products, outputs, losses, self._variables, each)
 
     @contextlib.contextmanager
@@ -338,72 +359,13 @@ class ThroughLinearLayers:
             for layer in self._layers:
                 vars(layer).pop("call", None)
 
-    def agrees(self, examples: Any, targets: Any) -> bool:
-        """Whether these are the gradients of every example alone: length by length, and summed up.
 
-        A model or a loss may mix the rows of a batch, or call a layer with several rows of each.
-        Layers of Keras draw random numbers in training mode, and are compared in the other one: but
-        for its augmentations (MixUp) they mix no more rows there. They are compared beside the
-        initial weights: a head of zeros would hide what mixes its outputs.
-        """
-        rows = min(tf.nest.flatten(examples)[0].shape[0], _COMPARED)
-        examples, targets = tf.nest.map_structure(lambda part: part[:rows], (examples, targets))
-        factors = tf.constant(np.random.default_rng(0).normal(size=rows))
-
-        def of_sums(found: ExampleGradients) -> list[tf.Tensor]:
-            return [found.norms, *found.weighted_sum(factors)]
-
-        try:
-            # Keras 2 calls the layers of a Sequential model once more when it first sees another
-            # number of rows, which a batch of one example is.
-            twice = tf.nest.map_structure(lambda part: tf.concat([part, part], 0), examples)
-            self._model(twice, training=False)
-            self.training = not _is_known(self._model) or _augments(self._model)
-            source = RowByRow(self._model, self._losses, self._variables)
-            source.training = self.training
-            batch = tf.nest.map_structure(tf.convert_to_tensor, (examples, targets))
-            singly = [tf.nest.map_structure(lambda part, k=k: part[k], batch) for k in range(rows)]
-            with _moved(keras_api.trained(self._model)):
-                draws = [batch] * (_DRAWS if self.training else 1)
-                found = _traced(lambda batch: of_sums(self.gradients(*batch)), draws)
-                alone = _traced(source.of_row, singly)
-            gradients, losses, _ = zip(*alone, strict=True)
-            rows_of = list(map(tf.stack, zip(*gradients, strict=True)))
-            expected = of_sums(of_rows(rows_of, tf.stack(losses), has_padding=False))
-        except Exception:  # of a model that calls its layers in another way
-            return False
-        finally:
-            self.training = True
-        return all(
-            a.shape == b.shape and _are_close(a, b)
-            for draw in found
-            for a, b in zip(draw, expected, strict=True)
-        )
-
-
-@contextlib.contextmanager
-def _moved(variables: Sequence[Any]) -> Iterator[None]:
-    """Puts other values in variables, and back what was there, bit by bit."""
-    random, before = np.random.default_rng(1), [variable.read_value() for variable in variables]
-    for variable in variables:
-        variable.assign_add(tf.cast(random.normal(0, _MOVED, variable.shape), variable.dtype))
-    try:
-        yield
-    finally:
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
-
-
-def _traced(function: Callable[[Any], Any], arguments: Sequence[Any]) -> list[Any]:
-    """Of each argument, in one graph; TensorFlow would warn of several that are called once."""
-    return list(
-        map(tf.function(function, autograph=False).get_concrete_function(arguments[0]), arguments)
-    )
-
-
-def _are_close(found: tf.Tensor, expected: tf.Tensor) -> bool:
-    room = _TOLERANCE * float(tf.reduce_max(tf.abs(expected)))
-    return np.allclose(found, expected, rtol=_TOLERANCE, atol=room)
+def _joined(outputs: tf.Tensor, *logits: tf.Tensor) -> tf.Tensor:
+    """Returns outputs that carry the logits, which Keras' losses take in their place."""
+    joined = tf.identity(outputs)
+    for part in logits:
+        setattr(joined, _LOGITS, part)
+    return joined
 
 
 @attrs.frozen(eq=False)
@@ -432,7 +394,14 @@ def mean_losses(losses: tf.Tensor, weights: Sequence[tf.Tensor], each: int) -> t
     """Of records of so many examples, whose losses have weights."""
     for factors in weights:
         losses *= tf.cast(factors, losses.dtype)
-    return tf.reduce_mean(tf.reshape(losses, [-1, each]), 1)
+    return tf.reduce_mean(tf.reshape(losses, [-1, each]), 1) if each > 1 else losses
+
+
+def mean_slopes(slopes: tf.Tensor, weights: Sequence[tf.Tensor], each: int) -> tf.Tensor:
+    """Returns those of `mean_losses` by linear predictions of shape (examples, units)."""
+    for factors in weights:
+        slopes *= tf.cast(factors, slopes.dtype)[:, tf.newaxis]
+    return slopes / each
 
 
 def of_products(
@@ -534,6 +503,17 @@ def _refuse_loops(model: Any) -> None:
             )
 
 
+def _normalise_by_plain_operations(model: Any) -> None:
+    """Turns the fused operation of Keras 2's LayerNormalization off.
+
+    vectorized_map takes every output of it for one that has a part for each example. Without oneDNN
+    (on a GPU, and on a CPU with TF_ENABLE_ONEDNN_OPTS=0) one of them is a single number.
+    """
+    for layer in model._flatten_layers():
+        if isinstance(layer, tf.keras.layers.LayerNormalization):
+            layer._fused = False
+
+
 def _refuse_broken_products(model: Any) -> None:
     """Refuses layers whose products oneDNN reads beyond the end of a matrix for.
 
@@ -568,19 +548,6 @@ def _is_linear(layer: Any) -> bool:
         and layer.kernel.trainable
         and len(layer.trainable_weights) == 1 + bool(layer.use_bias)
     )
-
-
-def _is_known(model: Any) -> bool:
-    """Whether nothing but Keras' own layers is in the model."""
-    return not keras_api.has_other_operations(model) and all(
-        keras_api.is_of_keras(layer) and not isinstance(layer, tf.keras.layers.Lambda)
-        for layer in model._flatten_layers(include_self=False)
-    )
-
-
-def _augments(model: Any) -> bool:
-    layers = model._flatten_layers(include_self=False)
-    return any(".preprocessing." in type(layer).__module__ for layer in layers)
 
 
 def _at_least(rows: tf.Tensor) -> tf.Tensor:

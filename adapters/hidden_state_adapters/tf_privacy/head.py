@@ -27,6 +27,7 @@ from hidden_state_adapters.tf_privacy.gradients import (
     ExampleGradients,
     Product,
     mean_losses,
+    mean_slopes,
     of_products,
     one_by_one,
 )
@@ -37,18 +38,24 @@ from hidden_state_adapters.tf_privacy.head_losses import (
     RowLosses,
     is_squared_error,
     known_loss,
-    of_users,
 )
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.rowwise import takes_examples_alone
 from hidden_state_adapters.tf_privacy.settings import Declared
 
 _SINGLY = (
-    "the gradient of every example is that of a batch of this example alone; where it comes from "
-    "Dense layers, a few were compared"
+    "the gradient of every example is that of a batch of this example alone: made row by row, or "
+    "from slopes of the loss that were, where all layers are Keras' own and take every example by "
+    "itself"
 )
 _IN_CLOSED_FORM = (
     "gradients in closed form, of kernel and bias of the head alone, from features that were made "
-    "once, before the first step; those of a few examples also alone, with the same result"
+    "before the first step"
+)
+_BY_STRUCTURE = "by layers that are Keras' own and take every example by itself"
+_MADE_TWICE = (
+    "twice, the second time in other batches, drawn at random, and a few also alone, with the same "
+    "result"
 )
 _BLOCK = 256  # examples of a pass
 _ALONE = 16  # examples whose features are made once more, by themselves
@@ -132,14 +139,33 @@ class Head:
                 "training mode (Dropout or noise before the head?): their norm is not known. Call "
                 f"these layers with training=False, or leave them out. {DECLARE}"
             )
-        for row in np.linspace(0, number - 1, min(number, _ALONE)).astype(int):
-            if not _are_close(of(row, row + 1), found[row : row + 1]):
-                raise refusal(
-                    "Expected features of every example by itself, got other ones for example "
-                    f"{row} when it is alone in a batch: means, norms and ranks over the batch "
-                    "before the head have to go. Clipping bounds nothing then."
-                )
+        if not takes_examples_alone(self._model, x):
+            self._check_alone(x, found)
         return found
+
+    def _check_alone(self, x: Any, features: tf.Tensor) -> None:
+        """Makes all features once more, in other batches, and those of a few examples alone.
+
+        Batches that are drawn at random have nothing in common with those of before: an example
+        that changes the features of its neighbours has other neighbours.
+
+        Raises:
+            UnsupportedRunError: Features of an example differ.
+        """
+        number = len(features)
+        count = max(2, -(-number // _BLOCK))  # batches of one example, where there are two
+        batches = np.array_split(np.random.default_rng().permutation(number), count)
+        alone = np.linspace(0, number - 1, min(number, _ALONE)).astype(int)
+        for rows in [*batches, *alone[:, np.newaxis]]:
+            some = tf.nest.map_structure(lambda part, rows=rows: tf.gather(part, rows), x)
+            if len(rows) and not _are_close(
+                self._pass(some, training=False), tf.gather(features, rows)
+            ):
+                raise refusal(
+                    "Expected features of every example by itself, got other ones for examples in "
+                    "another batch, or alone: means, norms and ranks over the batch before the "
+                    "head have to go. Clipping bounds nothing then."
+                )
 
     def _pass(self, examples: Any, *, training: bool) -> tf.Tensor:
         """What goes into the layer in one pass of the model."""
@@ -221,12 +247,17 @@ def begin(
     head = Head(model)
     features = head.features(x)
     check_norms(features, norm)
-    checked = [Assumption.checked(_IN_CLOSED_FORM)]
+    how = _BY_STRUCTURE if takes_examples_alone(model, x) else _MADE_TWICE
+    checked = [Assumption.checked(f"{_IN_CLOSED_FORM}, {how}")]
     if not declared.is_automatic:
         if given is not None:
             check_smoothness(given, keras_loss, head, features)
-        own = HeadRun(head, features, y, of_users(losses, head.layer.activation))
-        return declared, own, checked
+
+        def evaluate(targets: Any, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+            values, (slopes,) = losses.with_slopes(targets, (predictions,), head.layer.activation)
+            return values, slopes
+
+        return declared, HeadRun(head, features, y, evaluate), checked
     loss = known_loss(keras_loss, head.activation, head.outputs, y.numpy())
     known = attrs.evolve(
         declared,
@@ -373,12 +404,9 @@ class OfHead:
         if layer.use_bias:
             linear = tf.nn.bias_add(linear, keras_api.tensor_of(layer.bias))
         losses, slopes = self._evaluate(targets, linear)
-        if each > 1:
-            losses = mean_losses(losses, weights, each)
-        for factors in weights:
-            slopes *= tf.cast(factors, slopes.dtype)[:, tf.newaxis]
+        losses = mean_losses(losses, weights, each)
         outputs = linear if layer.activation is None else layer.activation(linear)
-        product = Product(layer, features, slopes / each)
+        product = Product(layer, features, mean_slopes(slopes, weights, each))
         return of_products([product], outputs, losses, self._variables, each)
 
 

@@ -89,6 +89,35 @@ class RowLosses:
         axes = list(range(1, losses.shape.rank))
         return (tf.reduce_sum if self._sums else tf.reduce_mean)(losses, axes) if axes else losses
 
+    def with_slopes(
+        self, targets: Any, parts: tuple[tf.Tensor, ...], outputs_of: Callable[..., tf.Tensor]
+    ) -> tuple[tf.Tensor, tuple[tf.Tensor, ...]]:
+        """Returns losses of shape (examples,) and slopes, each example from a batch of one.
+
+        Args:
+            targets: Targets of a batch.
+            parts: Tensors that the slopes are by, each with an axis of the examples first.
+            outputs_of: Function that gives the outputs of some examples from their parts.
+        """
+
+        def of(targets: Any, parts: Any, take: Any) -> tuple[Any, Any]:
+            with tf.GradientTape() as tape:
+                tape.watch(parts)
+                values = take(self(targets, outputs_of(*parts)))
+            return values, tape.gradient(values, parts, unconnected_gradients="zero")
+
+        if type(self.keras_loss) in ENVELOPES:
+            # They take every example by itself, in a loop that cannot be vectorized.
+            return of(targets, parts, lambda values: values)
+
+        def of_row(row: Any) -> tuple[Any, Any]:
+            alone = tf.nest.map_structure(lambda part: part[tf.newaxis], row)
+            value, slopes = of(*alone, lambda values: values[0])
+            return value, tuple(slope[0] for slope in slopes)
+
+        found: tuple[Any, Any] = tf.vectorized_map(of_row, (targets, parts))
+        return found
+
 
 def _kind(value: Any) -> str:
     return "none" if value is None else type(value).__name__
@@ -375,26 +404,3 @@ def _check_targets(
             f"Expected {wanted} as targets, got {targets[bad[0]].tolist()} for example {bad[0]} of "
             "the data set: the constants of the loss do not hold for it."
         )
-
-
-def of_users(losses: RowLosses, activation: Any) -> Evaluate:
-    """Value and slope of a loss that nothing is known of, every example from a batch of one.
-
-    Args:
-        losses: Of the user; it takes outputs.
-        activation: Of the head.
-    """
-
-    def of_row(row: tuple[Any, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        target, prediction = tf.nest.map_structure(lambda part: part[tf.newaxis], row)
-        with tf.GradientTape() as tape:
-            tape.watch(prediction)
-            value = losses(target, activation(prediction))
-        slope = tape.gradient(value, prediction, unconnected_gradients="zero")
-        return value[0], slope[0]
-
-    def evaluate(targets: Any, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        found: tuple[tf.Tensor, tf.Tensor] = tf.vectorized_map(of_row, (targets, predictions))
-        return found
-
-    return evaluate

@@ -321,8 +321,7 @@ class PrivateRun(Figures):
                 keras_api.build_metrics(model, self._examples.first(1))
         variables = keras_api.trained(model)
         declared = self._weighted(rule.declared(settings))
-        # Whoever trains on it.
-        first_batch = self._examples.first(self.plan.batch_size * self._microbatch)
+        example, _ = self._examples.first(1)
         fixed = FixedVariables(model)
         self._examples.warn_of_equal()
         declared, self._head, looked_at = begin(
@@ -350,7 +349,7 @@ class PrivateRun(Figures):
             discard_later_steps=continued is not None and continued.discard_later_steps,
         )
         parts = steps.blocks or (variables,)
-        self.clipping = [self._clipping(part, *first_batch) for part in parts]
+        self.clipping = [self._clipping(part, example) for part in parts]
         self.steps = steps
         self.pace = 1  # steps between two looks, where nobody says how many
         self._show = show
@@ -509,11 +508,11 @@ class PrivateRun(Figures):
             for step in range(self.plan.num_batches)
         )
 
-    def _clipping(self, variables: Any, examples: Any, targets: Any) -> Any:
+    def _clipping(self, variables: Any, example: Any) -> Any:
         if self._head is not None:
             return OfHead(self._head, variables, self._microbatch)
         of_run = self._model, self._losses, variables
-        linear = ThroughLinearLayers.of(*of_run, examples, targets, self._microbatch)
+        linear = ThroughLinearLayers.of(*of_run, example, self._microbatch)
         return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
 
     def _check_can_go_on(self) -> None:
