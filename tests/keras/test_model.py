@@ -443,6 +443,25 @@ def test_batches_of_one_example(rows):
     assert type(model._run.clipping[0]) is ThroughLinearLayers
 
 
+def test_an_average_of_the_iterates_takes_their_place(without_graphs, row_by_row):
+    """As in Keras, at the end of fit: of iterates that all count it shows nothing more."""
+    optimizer = tf.keras.optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)
+    model = make(optimizer=optimizer, batch_order="cyclic")
+    model.build((None, FEATURES))
+    averages = model.get_weights()
+
+    def average(index, logs):
+        averages[:] = [0.5 * (a + b) for a, b in zip(averages, model.get_weights(), strict=True)]
+
+    fit(model, callbacks=[tf.keras.callbacks.LambdaCallback(on_train_batch_end=average)])
+    for own, expected in zip(model.get_weights(), averages, strict=True):
+        np.testing.assert_allclose(own, expected, atol=1e-6)
+    assert model.get_epsilon(1e-5) > 0
+    assert model.privacy_event.loss is None
+    fit(model)
+    assert model.privacy_event.num_steps == 2 * RECORDS // BATCH
+
+
 def test_several_calls_of_fit_are_one_run():
     model = make(target_delta=1e-5, **AUTO)
     first = fit(model, epochs=2).history["epsilon_if_released_now"]

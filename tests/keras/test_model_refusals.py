@@ -93,7 +93,9 @@ def test_compile(arguments, text):
         ({"x": tf.data.Dataset.from_tensor_slices((X, Y)).repeat(2), "y": None}, "repeat"),
         ({"x": tf.data.Dataset.from_tensor_slices(X), "y": None}, "without targets"),
         ({"y": None}, "y as an array"),
-        ({"callbacks": [callbacks.EarlyStopping()]}, "EarlyStopping"),
+        ({"callbacks": [callbacks.EarlyStopping()]}, "data are public, make the private model"),
+        ({"callbacks": [callbacks.ReduceLROnPlateau()]}, "Give the optimizer a schedule"),
+        ({"workers": 2}, "no workers in fit"),
         ({"noise": None}, "Expected noise_multiplier, or fit"),
         ({"target_epsilon": 1.0}, "target_epsilon = None"),
         ({"target_delta": 1e-5}, "target_epsilon with target_delta"),
@@ -147,7 +149,7 @@ def penalty():
     ("arguments", "text"),
     [
         ({"optimizer": "noisy"}, "an optimizer without noise"),
-        ({"optimizer": optimizers.SGD(use_ema=True)}, "use_ema = False"),
+        ({"optimizer": optimizers.SGD(use_ema=True), **GEOMETRY}, "SGD with use_ema = True"),
         ({"optimizer": optimizers.SGD(momentum=0.9), **GEOMETRY}, "SGD with momentum = 0.9"),
         ({"optimizer": optimizers.Adam(), **GEOMETRY}, "plain SGD with loss_geometry, got Adam"),
         ({"optimizer": optimizers.Adam(), "projection_radius": 1.0}, "plain SGD with projection"),
@@ -172,6 +174,14 @@ def test_models_and_optimizers(arguments, text):
         arguments = {"optimizer": noisy()}
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         fit(make(**arguments))
+
+
+def test_a_list_of_one_loss():
+    model = make(compile={"loss": [loss()]})
+    fit(model)
+    assert model.get_epsilon(1e-5) > 0
+    with pytest.raises(hsa.UnsupportedRunError, match="got several"):
+        fit(make(compile={"loss": [loss(), loss()]}))
 
 
 def test_a_strategy():

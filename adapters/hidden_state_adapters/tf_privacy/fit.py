@@ -130,6 +130,11 @@ class Fit:
             run.record.has_stopped(early=stopped)
         if self._model.stop_training and not stopped:
             run.record.refuse_stopped()
+        if getattr(self._model.optimizer, "use_ema", False):
+            # As in Keras: the average of the iterates, which all count, takes their place.
+            self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
+            steps.goes_back()
+            run.record.note_weights()
 
     def _digests(self) -> tuple[str, ...]:
         return tuple(map(digest, keras_api.trained(self._model)))

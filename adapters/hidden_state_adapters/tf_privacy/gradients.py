@@ -192,7 +192,7 @@ class RowByRow:
 
     def __init__(self, model: Any, losses: Losses, variables: Sequence[Any]):
         self._model, self._losses, self._variables = model, losses, list(variables)
-        _refuse_loops(model)
+        _refuse_what_is_not_vectorized(model)
         _refuse_broken_products(model)
         _normalise_by_plain_operations(model)
 
@@ -491,9 +491,15 @@ def refuse_added_losses(model: Any) -> None:
         )
 
 
-def _refuse_loops(model: Any) -> None:
-    """Raises UnsupportedRunError for recurrent layers that train in a loop of TensorFlow."""
+def _refuse_what_is_not_vectorized(model: Any) -> None:
+    """Raises UnsupportedRunError for layers that vectorized_map cannot take."""
     for layer in model._flatten_layers(include_self=False):
+        if isinstance(layer, keras_api.layers.TextVectorization):
+            raise refusal(
+                f"Expected numbers as examples, got text for {layer.name}: vectorized_map, which "
+                "clips every example by itself, cannot split strings. Call the layer before fit, "
+                "x = layer(x), and make the model without it."
+            )
         if isinstance(layer, tf.keras.layers.RNN) and layer.trainable_weights and not layer.unroll:
             raise refusal(
                 f"Expected recurrent layers with unroll=True, got {layer.name} without: their "

@@ -48,6 +48,8 @@ class RowLosses:
     """
 
     def __init__(self, given: Any):
+        if tf.nest.is_nested(given) and len(tf.nest.flatten(given)) == 1:
+            (given,) = tf.nest.flatten(given)  # ["mse"]
         if given is None or tf.nest.is_nested(given):
             what = "none" if given is None else "several"
             raise refusal(
@@ -111,8 +113,8 @@ class RowLosses:
             return of(targets, parts, lambda values: values)
 
         def of_row(row: Any) -> tuple[Any, Any]:
-            alone = tf.nest.map_structure(lambda part: part[tf.newaxis], row)
-            value, slopes = of(*alone, lambda values: values[0])
+            target, own = tf.nest.map_structure(lambda part: part[tf.newaxis], row)
+            value, slopes = of(target, own, lambda values: values[0])
             return value, tuple(slope[0] for slope in slopes)
 
         found: tuple[Any, Any] = tf.vectorized_map(of_row, (targets, parts))

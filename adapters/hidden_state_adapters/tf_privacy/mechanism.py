@@ -250,7 +250,7 @@ class Mechanism:
         return self._update.iterations
 
     def goes_back(self) -> None:
-        """Takes the weights of the moment, which are those of an earlier step, for the newest."""
+        """Takes the weights of the moment, made of those of earlier steps, for the newest."""
         last = self.last_step
         self.step.stands_at(last.steps, last.rows)
 

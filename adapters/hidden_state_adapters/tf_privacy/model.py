@@ -155,6 +155,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         *,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
+        **of_queues: Any,
     ) -> Any:
         """Trains on batches that the model deals itself, by its `batch_order`; else as Keras' fit.
 
@@ -193,6 +194,7 @@ class PrivateTraining(tf.keras.Model, Figures):
                 model was made without noise_multiplier, and `noise_multiplier` says what was found.
                 Learning rates are those of the optimizer: a number, or a schedule of Keras.
             target_delta: In (0, 1); None for the model's.
+            **of_queues: None of Keras 2's workers, max_queue_size and use_multiprocessing.
 
         Returns:
             Keras' History. Its losses and metrics of the training data have no guarantee.
@@ -202,6 +204,12 @@ class PrivateTraining(tf.keras.Model, Figures):
                 there is no figure for it any more.
             TypeError, ValueError: An argument has an impossible value.
         """
+        if of_queues:
+            raise TypeError(
+                f"Expected no {', '.join(of_queues)} in fit, which reads the data once, before the "
+                "first step: there is no queue. Leave it out, or make a tf.data.Dataset that "
+                "prefetches."
+            )
         if self._rule is None:
             raise ValueError("Expected a compiled model, got one that is not. Call compile.")
         self._check_own_step()

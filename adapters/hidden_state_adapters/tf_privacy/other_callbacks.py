@@ -43,11 +43,16 @@ def releases_of(
         if public_validation and _chooses_by_validation(callback):
             after_epochs = True
         elif isinstance(callback, _CHOOSE_BY_METRICS):
+            instead = "Give the optimizer a schedule, tf.keras.optimizers.schedules."
+            if isinstance(callback, _callbacks.EarlyStopping):
+                instead = (
+                    "Where validation data are public, make the private model "
+                    "(HiddenStateSequential, make_private) with validation_data_is_public=True, "
+                    "and pass validation_data and a val_ metric; else leave it out."
+                )
             raise refusal(
                 f"Expected steps that are fixed in advance, got {name}: it chooses them, or the "
-                "model, by a metric that depends on the data. Drop it. (A model that owns its run "
-                "takes EarlyStopping on a val_ metric with validation_data that are declared "
-                "public: validation_data_is_public=True.)"
+                f"model, by a metric that depends on the data. {instead}"
             )
         if isinstance(callback, (_callbacks.BackupAndRestore, *keras_api.OTHER_CALLBACKS)):
             raise refusal(

@@ -114,7 +114,8 @@ def check_layers(model: Any) -> None:
             raise refusal(
                 f"Expected {type(layer).__name__}({argument}) with constants, got {layer.name} as "
                 "adapt left it: statistics of the examples would be in the model without noise. "
-                "Adapt a layer to public data, and give what it found as constants."
+                "Adapt a layer to public data, and give what it found as constants. In a backbone "
+                "that came with public weights freeze it: backbone.trainable = False."
             )
     if model.losses:
         raise refusal(
@@ -130,6 +131,8 @@ def check_layers(model: Any) -> None:
 
 def _adapted(layer: Any) -> str:
     """The argument that would have given what the layer was fitted to; "" if it was given."""
+    if not layer.trainable and not getattr(layer, "is_adapted", False):
+        return ""  # of a frozen backbone (EfficientNet), whose weights are declared to be public
     for attribute, argument in _ADAPTED.items():
         if hasattr(layer, attribute):
             return argument if getattr(layer, attribute) is None else ""

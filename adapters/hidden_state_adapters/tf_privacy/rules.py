@@ -227,7 +227,7 @@ class Update:
         variables: Those that are trained.
 
     Raises:
-        UnsupportedRunError: It scales losses, or replaces the weights.
+        UnsupportedRunError: It scales losses.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]):
@@ -239,11 +239,6 @@ class Update:
             raise refusal(
                 "Expected a full-precision policy, got loss scaling (mixed_float16): clip and "
                 "noise would act on the scaled gradient. Train in float32 or float64."
-            )
-        if getattr(optimizer, "use_ema", False):
-            raise refusal(
-                "Expected use_ema = False, got True: Keras overwrites the weights with their "
-                "average after the last step, so that the model is not the iterate. Drop it."
             )
         if getattr(optimizer, "loss_scale_factor", None) is not None:
             raise refusal(
@@ -262,6 +257,7 @@ class Update:
     def _options(self) -> dict[str, Any]:
         own = self.optimizer
         options = {name: getattr(own, name, None) for name in _PLAIN}
+        options["use_ema"] = getattr(own, "use_ema", False)
         options["weight_decay"] = getattr(own, "weight_decay", None)
         return {**options, **keras_api.update_options(own)}
 
