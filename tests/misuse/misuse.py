@@ -656,8 +656,7 @@ MISUSES = (
     Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED + "|fit was interrupted"),
     Misuse(30, refusal_ignored, "An earlier step of this run was",
            NOT_APPLIED + "|cannot go on|was not taken"),
-    Misuse(31, gradients_not_used, "gradients of 2 batches|follows 2 training passes",
-           NOT_APPLIED),
+    Misuse(31, gradients_not_used, CONSTRUCTED, NOT_APPLIED),
     # The data.
     Misuse(80, data_batched, None, "already batched", goes_on=KERAS),
     Misuse(80, data_batched_to_known_shapes, None, "already batched", goes_on=KERAS),

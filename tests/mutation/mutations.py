@@ -191,10 +191,34 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "self.iterate.moved()",
             ),
         },
+        "opacus/test_several_passes.py": {
+            "passes_that_wait_for_their_backward_pass_are_cleared": (
+                "self._calls[-self._open :] if self._waits() else []",
+                "[]",
+            ),
+        },
     },
     "../adapters/hidden_state_adapters/opacus/stock/made.py": {
         "opacus/test_packed_sequences.py": {
             "packed_sequences_of_a_stock_engine_pass": ("    refuse_packed_sequences(module)", ""),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/wrappers.py": {
+        "opacus/test_several_passes.py": {
+            "gradients_meet_the_activations_of_another_pass": (
+                "[*others, own]  #",
+                "[own, *others]  #",
+            ),
+        },
+        "opacus/test_inside_a_pass.py": {
+            "ghost_clipping_clips_by_the_norms_of_the_step_before": (
+                "p._forward_counter or not",
+                "not",
+            ),
+            "passes_in_eval_mode_join_the_sum_of_ghost_clipping": (
+                "    _clips_sums = True",
+                "    _clips_sums = False",
+            ),
         },
     },
     "../adapters/hidden_state_adapters/recipe.py": {

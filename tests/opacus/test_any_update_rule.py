@@ -132,16 +132,18 @@ def test_other_orders(make, batch_order):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "asked"),
     [
-        {"loss_geometry": "auto", "feature_norm": 1.0},
-        {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": 1.0},
-        {"after": BallProjection(5.0)},
-        {"schedule": 0.01},
+        ({"loss_geometry": "auto", "feature_norm": 1.0}, "criterion, feature_norm"),
+        (
+            {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": 1.0},
+            "loss_geometry, feature_norm",
+        ),
+        ({"after": BallProjection(5.0)}, "after"),
+        ({"schedule": 0.01}, "schedule"),
     ],
 )
-def test_hidden_state_bounds_stay_refused_by_name(make, arguments):
-    asked = ", ".join(arguments)
+def test_hidden_state_bounds_stay_refused_by_name(make, arguments, asked):
     text = f"Expected torch.optim.SGD, got Adam.*Or leave out {asked}.*: any optimizer is accounted"
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         make(**arguments)

@@ -149,7 +149,7 @@ class SoftmaxCriterion(_OfClasses):
         criterion, default = self.criterion, nn.CrossEntropyLoss().ignore_index
         if criterion.ignore_index != default:
             raise UnsupportedRunError(
-                f'loss_geometry="auto" needs ignore_index = {default}, got '
+                f"criterion= needs ignore_index = {default}, got "
                 f"{criterion.ignore_index}: ignored records rescale the others. Remove those "
                 "records beforehand."
             )
@@ -237,7 +237,7 @@ class ResidualCriterion(KnownCriterion):
             return 1.0, criterion.delta
         if not criterion.beta > 0:
             raise UnsupportedRunError(
-                f'loss_geometry="auto" needs beta > 0, got {criterion.beta!r}: the absolute value '
+                f"criterion= needs beta > 0, got {criterion.beta!r}: the absolute value "
                 "is not smooth."
             )
         return 1 / criterion.beta, criterion.beta
@@ -263,7 +263,7 @@ class EnvelopeCriterion(KnownCriterion):
         """See `KnownCriterion.geometry`."""
         if outputs != 1 and not self.criterion.takes_several_outputs:
             raise UnsupportedRunError(
-                f'loss_geometry="auto" needs one output for {type(self.criterion).__name__}, got '
+                f"criterion= needs one output for {type(self.criterion).__name__}, got "
                 f"{outputs}. Use a model with one output, or declare a LossGeometry."
             )
         geometry: LossGeometry = self.criterion.geometry(norm, bias)
@@ -340,7 +340,7 @@ def _weights(criterion: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor 
     fits = values.numel() == 1 or tuple(values.shape) == shape
     if not (fits and torch.isfinite(values).all() and (values >= 0).all() and values.any()):
         raise UnsupportedRunError(
-            f'loss_geometry="auto" needs {name} with one finite number >= 0 for each of the '
+            f"criterion= needs {name} with one finite number >= 0 for each of the "
             f"{shape[0]} outputs, not all 0, got shape {tuple(values.shape)} with values from "
             f"{float(values.min()):g} to {float(values.max()):g}. Weights of single records "
             "belong into the data set, or leave them out."

@@ -56,7 +56,7 @@ from hidden_state_adapters.opacus.run.registry import (
 from hidden_state_adapters.opacus.run.training import SECTION, TrainingRun
 from hidden_state_adapters.opacus.sources.base import LOSS_OF_RECORDS
 from hidden_state_adapters.opacus.sources.samples import SampledRun
-from hidden_state_adapters.opacus.wrappers import HeadModule, RowLosses
+from hidden_state_adapters.opacus.wrappers import HeadModule, RowLosses, private_module
 
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")
@@ -194,7 +194,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 the model is: no mixup, no mean or largest norm of the batch, no adversarial
                 examples, no hard-example mining. False compares, in every step, the tensors that go
                 into the model with those that the loader drew. (Pieces of BatchMemoryManager are
-                read a second time for it, so that the data set may draw no random numbers.)
+                read a second time for it, so that the data set may draw no random numbers.) Of
+                other losses than known ones True also declares that of several passes before a
+                step row i is made of record i alone, or of no record; False refuses several passes.
 
                 schedule: The learning rates that the loop is going to use: a number, one number per
                 logical step (not per epoch) or a hidden_state_accountants.Schedule. A step with
@@ -402,15 +404,15 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if not isinstance(source, SampledRun):
             self.validate(module=module, optimizer=None, data_loader=None)
             return HeadModule.of(module, **options)
-        mode = arguments.opacus.get("grad_sample_mode", "hooks")
-        made = self._prepare_model(
+        self.validate(module=module, optimizer=None, data_loader=None)
+        made = private_module(
             module,
             max_grad_norm=arguments.clip_norm,
-            grad_sample_mode=mode,
+            grad_sample_mode=arguments.opacus.get("grad_sample_mode", "hooks"),
             wrap_model=arguments.opacus.get("wrap_model", True),
             **options,
         )
-        source.ghost = made if mode == "ghost" else None
+        source.follow(made)
         return made
 
     def _take_over(self, run: TrainingRun) -> None:

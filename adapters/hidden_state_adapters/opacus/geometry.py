@@ -76,20 +76,21 @@ def linear_head(module: nn.Module, passive: Iterable[type] = _PASSIVE) -> nn.Lin
     if head is None or frozen:
         trained = [type(part).__name__ for _, part in trainable_modules(module)]
         raise UnsupportedRunError(
-            'loss_geometry="auto" needs a model in which one whole nn.Linear is trained and the '
-            f"rest is frozen with requires_grad_(False), got trainable {', '.join(trained) or '-'}"
+            "criterion= and feature_norm= need a model in which one whole nn.Linear is trained and "
+            "the rest is frozen with requires_grad_(False), got trainable "
+            f"{', '.join(trained) or '-'}"
             f"{' with frozen parameters' if frozen else ''}. {_LEAVE_OUT}"
         )
     hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
     if any(not _is_known_hook(hook) for hook in hooks):
         raise UnsupportedRunError(
-            'loss_geometry="auto" needs a linear layer that computes nothing else, got a forward '
-            f"hook on Linear. {_DECLARE}"
+            "criterion= and feature_norm= need a linear layer that computes nothing else, got a "
+            f"forward hook on Linear. {_DECLARE}"
         )
     after = [type(part).__name__ for part in _after(module, head) if type(part) not in passive]
     if after:
         raise UnsupportedRunError(
-            'loss_geometry="auto" needs a model that ends with its linear layer, got '
+            "criterion= and feature_norm= need a model that ends with its linear layer, got "
             f"{', '.join(after)} after it. {_LEAVE_OUT}"
         )
     return head
@@ -148,7 +149,7 @@ def auto_loss_geometry(
     layer = linear_head(module, _PASSIVE_BEFORE_SOFTMAX if is_softmax else _PASSIVE)
     if known is None:
         raise UnsupportedRunError(
-            f'loss_geometry="auto" knows {KNOWN_NAMES} and their functions in '
+            f"criterion= with feature_norm= knows {KNOWN_NAMES} and their functions in "
             f"torch.nn.functional, got {_name(criterion)}. {_DECLARE}"
         )
     check_reduction(criterion, loss_reduction)

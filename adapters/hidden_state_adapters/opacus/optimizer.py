@@ -134,6 +134,7 @@ class PrivateOptimizer(DPOptimizer):
                 param.grad = param.grad_sample = None
                 if not self._is_last_step_skipped:
                     param.summed_grad = None
+        self._source.cleared()
 
     def pre_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Raises UnsupportedRunError: its noisy gradient could go anywhere without a record."""

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from opacus.grad_sample import AbstractGradSampleModule
+import torch
+from opacus.grad_sample import (
+    AbstractGradSampleModule,
+    GradSampleHooks,
+    GradSampleModule,
+    GradSampleModuleFastGradientClipping,
+)
+from opacus.grad_sample.utils import prepare_module
 from opacus.utils.fast_gradient_clipping_utils import (
     DPLossFastGradientClipping,
     DPTensorFastGradientClipping,
@@ -13,6 +22,188 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hidden_state_accountants import UnsupportedRunError
+from hidden_state_adapters.opacus.gradients.samples import NO_GRADIENTS
+
+
+class _Followed(GradSampleHooks):
+    """Opacus' hooks, where every backward pass meets the activations of its own forward pass.
+
+    Opacus takes the latest activations that it has, whatever the gradient is of. Here a hook at the
+    output of a training pass remembers them. A pass in eval() mode has none, and layers that work
+    in place may follow, of which torch takes no hook of a module. What goes wrong in a pass is
+    translated into an UnsupportedRunError.
+
+    Attributes:
+        cleared: Is told that the gradients of the parameters were cleared.
+    """
+
+    cleared: Callable[[], None] | None = None
+    _clips_sums = False  # into .grad, where a pass that is not trained would leave something
+
+    def add_hooks(self, **options: Any) -> None:
+        """Hangs Opacus' hooks on the layers, but for those at the backward pass of a module."""
+        super().add_hooks(**options)
+        handles = self.autograd_grad_sample_hooks
+        for handle in handles[1::2]:
+            handle.remove()
+        del handles[1::2]
+
+    def capture_activations_hook(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Keeps what went in; its gradients are computed when those of `output` are there."""
+        before = len(getattr(module, "activations", ()))
+        try:
+            super().capture_activations_hook(module, inputs, output)
+        except NotImplementedError:  # ghost clipping
+            raise UnsupportedRunError(
+                f"Expected {self._name(module)} once in a pass, got it twice before a backward "
+                "pass (tied weights, several passes): ghost clipping cannot add up norms. Use "
+                'grad_sample_mode="hooks".'
+            ) from None
+        first = output[0] if isinstance(output, tuple | list) else output
+        if not (isinstance(first, torch.Tensor) and first.requires_grad):
+            return
+        kept: Any = getattr(module, "activations", ())
+        if len(kept) > before:
+            first.register_hook(functools.partial(self._take_gradient, module, [kept[-1]]))
+        elif self._clips_sums and self.hooks_enabled:
+            first.register_hook(functools.partial(self._refuse_gradient, module))
+
+    def _take_gradient(self, module: Any, waiting: list[Any], gradient: torch.Tensor) -> None:
+        if not self.hooks_enabled:
+            return
+        if torch.is_grad_enabled():
+            raise UnsupportedRunError(
+                f"Expected one backward pass of the loss, got one with create_graph=True through "
+                f"{self._name(module)}: a gradient penalty needs second derivatives of every "
+                "record, which Opacus does not compute. Leave it out (weight clipping or spectral "
+                "normalisation do without)."
+            )
+        if not waiting:
+            raise UnsupportedRunError(
+                f"Expected one backward pass through every training pass, got a second one at "
+                f"{self._name(module)}. Add up the losses and call backward() once: (first + "
+                "second).backward(). A gradient penalty has a second pass, too: leave it out."
+            )
+        own = waiting.pop()
+        others = [kept for kept in module.activations if kept is not own]
+        module.activations = [*others, own]  # Opacus takes the last one
+        try:
+            self.capture_backprops_hook(
+                module,
+                None,
+                (gradient,),
+                loss_reduction=self.loss_reduction,
+                batch_first=self.batch_first,
+            )
+        except Exception as error:
+            raise UnsupportedRunError(
+                f"Opacus could not compute the per-example gradients of {self._name(module)}: "
+                f"{type(error).__name__}: {error}. {_remedy(module, error)}"
+            ) from error
+
+    def _refuse_gradient(self, module: nn.Module, gradient: torch.Tensor) -> None:
+        raise UnsupportedRunError(
+            f"Expected no backward pass through {self._name(module)} in eval() mode with "
+            'grad_sample_mode="ghost", got one: its gradient would join the clipped sum. Call '
+            "model.train() before a training pass. For other passes (the generator of a GAN) use "
+            'grad_sample_mode="hooks".'
+        )
+
+    def _name(self, module: nn.Module) -> str:
+        names = (name for name, part in self._module.named_modules() if part is module)
+        return f"{type(module).__name__} {next(names, '')!r}"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy trains nothing: its parameters have ordinary gradients."""
+        self.__dict__.update(state, hooks_enabled=False, cleared=None)
+
+
+def _remedy(module: nn.Module, error: Exception) -> str:
+    if isinstance(module, nn.EmbeddingBag):
+        return (
+            "It reads bags from (input, offsets), both passed by position. Use nn.Embedding, and "
+            ".sum(dim=1) or .mean(dim=1) of what it returns."
+        )
+    if "_current_grad_sample" in str(error):
+        return (
+            "A weight is computed from another parameter (torch.nn.utils.prune, weight_norm). "
+            "Prune after the last step, or make it permanent before make_private "
+            "(torch.nn.utils.prune.remove)."
+        )
+    return (
+        "Replace the layer, register a sampler of your own "
+        '(opacus.grad_sample.register_grad_sampler), or try grad_sample_mode="functorch".'
+    )
+
+
+class PrivateHooks(_Followed):
+    """Of a model that is not wrapped."""
+
+
+class PrivateModule(_Followed, GradSampleModule):
+    """A model of which Opacus keeps the gradient of every record."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in Opacus; gradients of the parameters become None."""
+        super().zero_grad(set_to_none=True)
+        if self.cleared is not None:
+            self.cleared()
+
+
+class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
+    """A model whose gradients are clipped in a second backward pass."""
+
+    _clips_sums = True
+
+    def get_norm_sample(self) -> torch.Tensor:
+        """The norms of the gradients of every record.
+
+        Raises:
+            UnsupportedRunError: A parameter has none, or that of an earlier pass.
+        """
+        params: list[Any] = self.trainable_parameters
+        if any(p._forward_counter or not hasattr(p, "_norm_sample") for p in params):
+            raise UnsupportedRunError(f"The backward pass {NO_GRADIENTS}")
+        return super().get_norm_sample()
+
+
+def private_module(module: Any, *, grad_sample_mode: str, wrap_model: bool, **options: Any) -> Any:
+    """Makes the model private, as Opacus' `prepare_module` does.
+
+    Args:
+        module: The model, or one that was made private before.
+        grad_sample_mode: Opacus' mode.
+        wrap_model: Whether the model is wrapped.
+        **options: Opacus' options.
+
+    Raises:
+        UnsupportedRunError: Opacus does not take a layer.
+    """
+    module = without_hooks(module)
+    try:
+        if grad_sample_mode == "ghost":
+            return GhostModule(module, **options)
+        del options["max_grad_norm"]
+        if grad_sample_mode == "ew":
+            return prepare_module(module, "ew", wrap_model, **options)
+        made = PrivateModule if wrap_model else PrivateHooks
+        return made(module, force_functorch=grad_sample_mode == "functorch", **options)
+    except NotImplementedError as error:
+        raise UnsupportedRunError(
+            f"Opacus does not take the model: {error}. Layers that are trained have no buffers "
+            "(make pruning permanent with torch.nn.utils.prune.remove, or prune after the last "
+            'step; replace others), and nn.EmbeddingBag needs grad_sample_mode="hooks".'
+        ) from error
+
+
+def without_hooks(module: Any) -> Any:
+    """Takes off Opacus' wrapper, and the hooks of a model that was private, or is a copy of one."""
+    if isinstance(module, AbstractGradSampleModule):
+        module.remove_hooks()
+        module = module._module
+    for handle in vars(module).pop("autograd_grad_sample_hooks", ()):
+        handle.remove()
+    return module
 
 
 class HeadModule(AbstractGradSampleModule):
@@ -21,9 +212,7 @@ class HeadModule(AbstractGradSampleModule):
     @classmethod
     def of(cls, module: Any, **options: Any) -> nn.Module:
         """`module` with this wrapper in the place of another one."""
-        if isinstance(module, AbstractGradSampleModule):
-            module.remove_hooks()
-            module = module._module
+        module = without_hooks(module)
         if isinstance(module, DistributedDataParallel):
             # It waits for gradients of parameters, which a head does not get.
             module.require_backward_grad_sync = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,17 @@ from torch import nn
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.norms import joint_norms, to_precision
 from hidden_state_adapters.opacus.gradients.precision import exact_products
+
+_NAMED = 4  # parameters in an error
+
+NO_GRADIENTS = (
+    "got no per-example gradients for a trainable parameter. Call the private model in train() "
+    "mode and backward() before step(), and let every parameter take part. (If that is so: a "
+    "second pass without backward(), for an accuracy or a log, makes Opacus wait for its "
+    "gradients: look at outputs under torch.no_grad(). Layers that are run again by activation "
+    "checkpointing have none: save memory with BatchMemoryManager instead. Nor has a layer whose "
+    "output at several positions is changed in place: use inplace=False in the activation.)"
+)
 
 
 class SampleGradients:
@@ -66,15 +77,19 @@ class GhostGradients:
         return [[] for _ in params]
 
 
-def rows_of(params: Sequence[nn.Parameter]) -> int:
+def rows_of(params: Mapping[str, nn.Parameter], expected: int | None) -> int:
     """The number of per-example gradients of the one batch that `params` hold.
+
+    Args:
+        params: Parameters by name.
+        expected: Number of rows that went into the model, as far as it is known; for an error.
 
     Raises:
         UnsupportedRunError: There are none, several batches were accumulated, or the parameters
             disagree.
     """
-    rows = set()
-    for param in params:
+    rows = {}
+    for name, param in params.items():
         sample = getattr(param, "grad_sample", None)
         if isinstance(sample, list):
             if len(sample) != 1:
@@ -88,21 +103,31 @@ def rows_of(params: Sequence[nn.Parameter]) -> int:
                 )
             sample = sample[0]
         if sample is None:
-            raise UnsupportedRunError(
-                "got no per-example gradients for a trainable parameter. Call the private model in "
-                "train() mode and backward() before step(), and let every parameter take part. (If "
-                "that is so: a second pass without backward(), for an accuracy or a log, makes "
-                "Opacus wait for its gradients: look at outputs under torch.no_grad(). Layers that "
-                "are run again by activation checkpointing have none: save memory with "
-                "BatchMemoryManager instead.)"
-            )
-        rows.add(len(sample))
-    if len(rows) != 1:
-        raise UnsupportedRunError(
-            f"got {sorted(rows)} rows of per-example gradients in different parameters, expected "
-            "the same number in all."
+            raise UnsupportedRunError(NO_GRADIENTS)
+        rows[name] = len(sample)
+    if len(set(rows.values())) != 1:
+        raise UnsupportedRunError(_why_rows_differ(rows, expected))
+    return next(iter(rows.values()))
+
+
+def _why_rows_differ(rows: Mapping[str, int], expected: int | None) -> str:
+    expected = max(rows.values()) if expected is None else expected
+    names = [name for name, count in rows.items() if count != expected]
+    once = [name for name in names if rows[name] == 1]
+    if once and expected > 1:
+        return (
+            f"expected a gradient of {once[0]} for every record, got one for the whole batch: what "
+            "goes into its layer has one row, which is broadcast over the batch (positions "
+            "torch.arange(length)[None]). Expand it to the batch (positions.expand(len(x), -1)), "
+            "or freeze the parameter with requires_grad_(False)."
         )
-    return rows.pop()
+    return (
+        f"expected a gradient of {', '.join(names[:_NAMED])} for every record, got other rows than "
+        "in the other parameters: Opacus counts records along the first dimension of what goes "
+        "into a layer, and here another one comes first (the sequence, as in attention without "
+        "batch_first=True?). Pass the batch first, with batch_first=True in the layer, or "
+        "flatten what is no record into another dimension."
+    )
 
 
 def is_in_full_precision(param: Any) -> bool:

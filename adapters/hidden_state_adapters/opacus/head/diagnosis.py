@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -11,16 +13,20 @@ _ALIKE = 1e-3  # of the length of slopes that are told apart
 
 
 def diagnosis(
-    output: torch.Tensor, target: torch.Tensor, slopes: torch.Tensor, got: torch.Tensor
+    output: torch.Tensor,
+    target: torch.Tensor,
+    slopes_at: Callable[[torch.Tensor], torch.Tensor],
+    got: torch.Tensor,
 ) -> str:
     """What a user would recognise.
 
     Args:
         output: Of the head, shape (rows, outputs).
         target: Of the batch that was dealt.
-        slopes: Of the declared loss, shape (rows, outputs).
+        slopes_at: Gives the slopes of the declared loss at targets, shape (rows, outputs).
         got: What the backward pass left there, of the loss of a record.
     """
+    slopes = slopes_at(target)
     if not torch.isfinite(got).all():
         return "its gradients are not finite. Look for a division by 0 or a log of 0"
     is_label = not target.is_floating_point() and output.shape[1] > 1
@@ -32,11 +38,34 @@ def diagnosis(
     if not torch.isfinite(slopes).all():
         return f"the loss is not made for targets of the batch (no probabilities?). {REMEDY[:-1]}"
     return (
-        _factors(target, slopes, got, is_label)
+        _broadcast(output, target, slopes_at, got)
+        or _factors(target, slopes, got, is_label)
         or _softmax(output, target, slopes, got, is_label)
         or _pairs(target, slopes, got, output, is_label)
         or "another loss, a hook, other weights in the training pass, or other targets than those "
         f"of the batch that the loader dealt. {REMEDY[:-1]}"
+    )
+
+
+def _broadcast(
+    output: torch.Tensor,
+    target: torch.Tensor,
+    slopes_at: Callable[[torch.Tensor], torch.Tensor],
+    got: torch.Tensor,
+) -> str:
+    """Every output beside the targets of all records."""
+    rows = len(got)
+    if rows < 2 or output.shape[1] > 1:
+        return ""
+    sums = torch.zeros_like(got)
+    for shift in range(rows):
+        sums += slopes_at(target.roll(shift, dims=0))
+    if not torch.linalg.vector_norm(got - sums / rows) < _ALIKE * torch.linalg.vector_norm(got):
+        return ""
+    return (
+        "it compares every output with the targets of all records: shapes (b, 1) of the outputs "
+        "and (b,) of the targets are broadcast to (b, b). Use target.unsqueeze(1) or "
+        "output.squeeze(1)"
     )
 
 

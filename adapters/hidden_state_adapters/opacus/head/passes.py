@@ -142,6 +142,10 @@ class HeadPasses:
         """The passes whose outputs a backward pass reached; a look at others has no effect."""
         return [one for one in self._passes if one.outputs.grad is not None]
 
+    def cleared(self) -> None:
+        """Forgets the passes that a backward pass reached; the others may still wait for theirs."""
+        self._passes = [one for one in self._passes if one.outputs.grad is None]
+
     def forget(self) -> None:
         """The next passes are of another piece."""
         self._passes = []

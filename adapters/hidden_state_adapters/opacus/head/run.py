@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from hidden_state_adapters.opacus.head.diagnosis import diagnosis
 from hidden_state_adapters.opacus.head.passes import HeadPass, HeadPasses
 from hidden_state_adapters.opacus.head.targets import Targets
 from hidden_state_adapters.opacus.sources.apart import Call
-from hidden_state_adapters.opacus.sources.base import ALONE, Source
+from hidden_state_adapters.opacus.sources.base import ALONE, ONE_CALL, Source
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 
 TOLERANCE = 1e-2  # of the length of all slopes of a piece: bfloat16 in a loop passes
@@ -84,11 +85,12 @@ class HeadRun(Source):
         if not is_once or any(one.call is not used[0].call for one in used):
             raise UnsupportedRunError(
                 f"step {piece.step} got the gradients of {len(used)} batches, expected 1: "
-                "gradient accumulation, two losses with a pass each, or several views of a record "
-                "are not accounted, a record counts once for each. Call optimizer.step() after "
-                "every backward(). For batches that do not fit into memory raise the batch_size "
-                "of the DataLoader and let opacus.utils.batch_memory_manager.BatchMemoryManager "
-                "split them."
+                "gradient accumulation, two losses with a pass each, or several views of a record, "
+                "and nobody sees whether row i of each is of one record. Call optimizer.step() "
+                "after every backward(). For batches that do not fit into memory raise the "
+                "batch_size of the DataLoader and let "
+                "opacus.utils.batch_memory_manager.BatchMemoryManager split them. "
+                f"{ONE_CALL if self._feature_norm is None else ''}"
             )
         self._used = used
         return len(self._records_first(used[0].features)) if used else 0
@@ -191,6 +193,10 @@ class HeadRun(Source):
         """Starts the next piece."""
         self._used = []
         self._passes.forget()
+
+    def cleared(self) -> None:
+        """What was cleared does not count."""
+        self._passes.cleared()
 
     def moved(self, piece: Piece) -> None:
         """The next gradients are none of this step's."""
@@ -328,12 +334,12 @@ class KnownHeadRun(HeadRun):
         return units * (self._lipschitz or 1.0) * size  # the constant holds the weights of outputs
 
     def _other_loss(self, piece: Piece) -> UnsupportedRunError:
-        own, target, gradients = self._used[0], self._target, piece.gradients
+        own, target = self._used[0], self._target
         assert target is not None
-        assert isinstance(gradients, HeadGradients)
         with torch.no_grad():
             output, got = own.outputs.detach(), self._got(own, piece.rows)
-            why = diagnosis(output, target, gradients.slopes, got)
+            slopes_at = functools.partial(self._known.slopes, output)
+            why = diagnosis(output, target, slopes_at, got)
         return UnsupportedRunError(
             f"step {piece.step}: the loop has gradients of another loss than "
             f"{self._known.criterion}: {why}. The step was not taken. Pass the loss that the loop "

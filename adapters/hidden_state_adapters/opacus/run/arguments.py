@@ -98,6 +98,12 @@ class RunArguments:
             UnsupportedRunError: The clip follows the records.
         """
         own = dict(arguments)
+        if isinstance(own.get("optimizer"), list | tuple):
+            raise UnsupportedRunError(
+                f"Expected one optimizer, got {len(own['optimizer'])}: a step is one noisy sum of "
+                "the gradients of all parameters. Pass one optimizer with a parameter group for "
+                "each of them."
+            )
         order = own.get("batch_order")
         if order is None:
             order = default_order(own.get("data_loader"), own.get("poisson_sampling"))
@@ -148,7 +154,9 @@ class RunArguments:
     @property
     def asks_for_hidden_iterates(self) -> list[str]:
         """The arguments that were passed and make sense for a hidden state only, by name."""
-        return [name for name in _OF_HIDDEN_ITERATES if getattr(self, name) is not None]
+        own = [name for name in _OF_HIDDEN_ITERATES if getattr(self, name) is not None]
+        is_known = self.loss_geometry == "auto" and self.criterion is not None
+        return ["criterion", *own[1:]] if is_known else own
 
     @property
     def is_ghost(self) -> bool:
@@ -162,9 +170,14 @@ class RunArguments:
 
     @property
     def asks_for_samples(self) -> bool:
-        """Whether the gradients have to be where Opacus keeps them."""
+        """Whether the gradients have to be where Opacus keeps and adds them up."""
         mode, is_wrapped = self.opacus.get("grad_sample_mode"), self.opacus.get("wrap_model", True)
-        return mode not in (None, "ghost") or self.clips_per_layer or not is_wrapped
+        return (
+            mode not in (None, "ghost")
+            or self.clips_per_layer
+            or self.loop_maps_records
+            or not is_wrapped
+        )
 
     @property
     def clip_norm(self) -> float:
@@ -251,7 +264,8 @@ class RunArguments:
         if mode not in ("hooks", "functorch", "ew", "ghost"):
             raise UnsupportedRunError(
                 'Expected grad_sample_mode = "hooks", "functorch", "ew" or "ghost", got '
-                f"{mode!r}: the per-example gradients could not be checked."
+                f"{mode!r}: nothing computes the per-example gradients of the model there. Use "
+                '"functorch", which takes any layer, or "hooks".'
             )
 
     def _check_ghost_arguments(self) -> None:

@@ -306,7 +306,7 @@ def resolve_loss(
     if loss_geometry is None or head is None:
         raise UnsupportedRunError(
             f"Expected feature_norm = None here, got {feature_norm!r}: it is checked at the one "
-            'trainable nn.Linear of a model with loss_geometry="auto" or a declared LossGeometry. '
-            "Leave it out, or declare the loss."
+            "trainable nn.Linear of a model with a criterion= or a declared LossGeometry. Pass "
+            "criterion=, too, or leave it out."
         )
     return loss_geometry, head

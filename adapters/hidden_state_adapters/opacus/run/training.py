@@ -272,7 +272,8 @@ def _source(declared: DeclaredRun, batch: Taken) -> Source:
                 'record (mechanism, loss_geometry, after), got "ghost": Opacus leaves only sums '
                 "that are clipped. Leave it out."
             )
-        return SampledRun(module, declared.frozen, **options)
+        maps_records = arguments.loop_maps_records
+        return SampledRun(module, declared.frozen, maps_records=maps_records, **options)
     norm = arguments.feature_norm
     options["feature_norm"] = None if norm is None else float(norm)
     if known is None:

@@ -26,6 +26,11 @@ LOSS_OF_RECORDS = (
     "the loss of a batch is the mean (or sum) of the losses of its records: no class weights or "
     "token counts in a mean, no contrastive terms"
 )
+ONE_CALL = (
+    "Twins, several views, real and made-up records: make one module private whose forward() calls "
+    "the network for each, and call it once. Or declare with make_private(loop_maps_records=True) "
+    "that row i of every pass is made of record i alone, or of no record."
+)
 _IS_TRAINED = operator.attrgetter("requires_grad")
 
 
@@ -201,6 +206,9 @@ class Source:
 
     def used(self, piece: Piece) -> None:
         """The gradients at hand were added up."""
+
+    def cleared(self) -> None:
+        """The gradients that finished passes left were cleared."""
 
     def moved(self, piece: Piece) -> None:
         """The parameters of the piece were moved."""

@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from opacus.grad_sample import GradSampleHooks
 from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.data.loader import tensors_of
 from hidden_state_adapters.opacus.gradients.figures import (
     Figure,
     any_of,
@@ -33,9 +35,10 @@ from hidden_state_adapters.opacus.gradients.samples import (
     sum_of,
 )
 from hidden_state_adapters.opacus.sources.apart import Call, outputs_of
-from hidden_state_adapters.opacus.sources.base import Hooks, Source
+from hidden_state_adapters.opacus.sources.base import ONE_CALL, Hooks, Source
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
+from hidden_state_adapters.opacus.wrappers import GhostModule
 
 _TOLERANCE, _COARSE = 1e-4, 2e-2  # of the lengths of all gradients; in half precision, or in TF32
 
@@ -48,6 +51,8 @@ class SampledRun(Source):
     Args:
         module: The module itself, not Opacus' wrapper.
         frozen: What is kept in eval() mode.
+        maps_records: Whether several passes before a step are of the same records, which was
+            declared.
         **options: See `Source`.
 
     Attributes:
@@ -55,15 +60,19 @@ class SampledRun(Source):
     """
 
     ghost: Any = None
+    _clears = False  # whether what was cleared is known not to count
     # Opacus and users copy models with their hooks; a copy trains nothing here.
     _is_idle = True
 
-    def __init__(self, module: nn.Module, frozen: FrozenPart, **options: Any):
+    def __init__(
+        self, module: nn.Module, frozen: FrozenPart, *, maps_records: bool, **options: Any
+    ):
         super().__init__(module, frozen, **options)
+        self._maps_records = maps_records
         self._modules = tuple(module.named_modules())
         self._trained = [part for _, part in trainable_modules(module)]
-        self._call: Call | None = None
-        self._passes = 0  # since the last piece
+        self._calls: list[Call] = []  # of the passes since the last piece that count
+        self._open = 0  # the last ones of them, whose backward pass is not over
         self._strayed: Figure = False  # whether a pass used other weights
         self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
         self._hooks = None if self._is_composed else Hooks(self._modules)
@@ -72,6 +81,17 @@ class SampledRun(Source):
         self._handle = module.register_forward_pre_hook(self._begin, with_kwargs=True)
         refuse_packed_sequences(module)
 
+    def follow(self, private: Any) -> None:
+        """Is told what Opacus' hooks are in.
+
+        Args:
+            private: What `private_module` made.
+        """
+        if isinstance(private, GhostModule):
+            self.ghost = private
+        elif isinstance(private, GradSampleHooks):
+            private.cleared, self._clears = self.cleared, True
+
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_idle or not (torch.is_grad_enabled() and self._is_training()):
             return
@@ -79,8 +99,8 @@ class SampledRun(Source):
             self._hooks.check()
         self._frozen.hold()
         self._frozen.check_batch_norm(self._modules)
-        self._call = args, kwargs
-        self._passes += 1
+        self._open = self._open + 1 if self._waits() else 1
+        self._calls.append((args, kwargs))
         self._reached.forget()
         self._strayed = any_of([self._strayed, self.iterate.moved()])
         if self._has_loss:
@@ -90,26 +110,45 @@ class SampledRun(Source):
     def _is_training(self) -> bool:
         return any(part.training for part in self._trained)
 
+    def _waits(self) -> bool:
+        """Whether Opacus waits for the backward pass of some use of a parameter."""
+        return any(getattr(param, "_forward_counter", 0) for param in self.iterate.params)
+
+    def cleared(self) -> None:
+        """Forgets finished passes, of which nothing is left; not those that wait."""
+        if self._clears and not self._is_idle:
+            self._calls = self._calls[-self._open :] if self._waits() else []
+            self._strayed = self._strayed if self._calls else False
+            self._reached.forget()
+
     def begin(self, piece: Piece) -> int:
         """See `Source.begin`."""
         self._check_trained(piece.step)
-        if self._passes > 1:
+        if len(self._calls) > 1 and not self._maps_records:
             raise UnsupportedRunError(
-                f"step {piece.step} follows {self._passes} training passes through the model, "
-                "expected 1: every record passes once, in its own row. (A look at the outputs "
-                "without torch.no_grad(), gradient accumulation, two losses with a pass each?) "
-                "Evaluate in eval() mode or under torch.no_grad(), step once per pass, and save "
-                "memory with BatchMemoryManager instead of checkpointing. Twins, real and made-up "
-                "records: make one module private whose forward() calls the network for each, and "
-                "call it once."
+                f"step {piece.step} follows {len(self._calls)} training passes through the model, "
+                "expected 1: Opacus adds row i of one to row i of the others, and nobody sees "
+                "whether they are of one record. (A look at the outputs without torch.no_grad(), "
+                "gradient accumulation, two losses with a pass each?) Evaluate in eval() mode or "
+                "under torch.no_grad(), step once per pass, clear what a pass left that is not "
+                "trained (optimizer.zero_grad(), after its backward pass), and save memory with "
+                f"BatchMemoryManager instead of checkpointing. {ONE_CALL}"
             )
         if self.ghost is not None:
             return self._begin_ghost(piece)
         piece.gradients = SampleGradients()
         try:
-            return rows_of(piece.params)
+            return rows_of(self._named(piece.params), self._rows_in())
         except UnsupportedRunError as error:
             raise UnsupportedRunError(f"step {piece.step}: {error}") from None
+
+    def _named(self, params: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
+        known = {id(param): name for name, param in self._module.named_parameters()}
+        return {known.get(id(param), str(i)): param for i, param in enumerate(params)}
+
+    def _rows_in(self) -> int | None:
+        """The rows of what went into the model; None where nobody knows."""
+        return next((x.shape[self._dim] for x in self.inputs if x.dim() > self._dim), None)
 
     def _begin_ghost(self, piece: Piece) -> int:
         norms = self.ghost._per_sample_gradient_norms  # that Opacus clipped with
@@ -151,8 +190,9 @@ class SampledRun(Source):
         return any_of(_is_other(x, old, writes) for x, (old, writes) in pairs)
 
     def _outputs(self, piece: Piece) -> Sequence[torch.Tensor]:
-        assert self._call is not None
-        return outputs_of(self._module, self._computed, self._call, piece.rows)
+        call = self.call
+        assert call is not None
+        return outputs_of(self._module, self._computed, call, piece.rows)
 
     def _computed(self, call: Call) -> list[torch.Tensor]:
         args, kwargs = call
@@ -161,24 +201,33 @@ class SampledRun(Source):
 
     def used(self, piece: Piece) -> None:
         """The next pass is of another piece."""
-        self._call, self._strayed, self._passes = None, False, 0
+        self._calls, self._strayed = [], False
         if self.ghost is not None:
             self.ghost._per_sample_gradient_norms = None
 
     def after(self, step: int) -> None:
         """The next step has another batch."""
-        self._first, self._passes = [], 0
+        self._first, self._calls = [], []
         self._reached.listens = (step + 1) & step == 0  # in steps 1, 2, 4, 8, ...
+
+    @property
+    def inputs(self) -> Sequence[torch.Tensor]:
+        """The tensors that went into the model in all passes that count."""
+        return tuple(tensors_of(self._calls))
 
     @property
     def call(self) -> Call | None:
         """See `Source.call`."""
-        return self._call
+        return self._calls[0] if self._calls else None
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
         """What is looked at, and what is taken on trust."""
         yield from super().assumptions
+        if self._maps_records:
+            yield Assumption.declared(
+                "of several passes before a step row i is made of record i alone, or of no record"
+            )
         yield from self._of_the_loss()
 
     def close(self) -> None:
