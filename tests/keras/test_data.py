@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy import cyclic_dataset
-from hidden_state_adapters.tf_privacy.data import forget_iterated, newest_iterated
+from hidden_state_adapters.tf_privacy.data import HeldExamples, forget_iterated, newest_iterated
 
 X, Y = np.arange(12.0).reshape(12, 1), np.arange(12)
 
@@ -175,6 +175,95 @@ REPEATED = {
 def test_repeated_data_are_refused(make):
     with pytest.raises(UnsupportedRunError, match=r"got one with repeat\(\)"):
         cyclic_dataset(make(), batch_size=1)
+
+
+# One record is one example
+
+
+def shuffled():
+    return pairs().shuffle(12)
+
+
+def mixed(one, other):
+    return one.zip((one, other)).map(lambda a, b: ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2))
+
+
+def both_views(x, y):
+    return tf.data.Dataset.from_tensor_slices((tf.stack([x, -x]), tf.stack([y, y])))
+
+
+def cut(series, shift):
+    """Windows of four."""
+    windows = tf.data.Dataset.from_tensor_slices(series).window(4, shift, drop_remainder=True)
+    windows = windows.flat_map(lambda window: window.batch(4))
+    return windows.enumerate().map(lambda number, x: (x, number))
+
+
+def endless():
+    while True:
+        yield from zip(X, Y, strict=True)
+
+
+class Draws(tf.keras.utils.Sequence):
+    """With replacement."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        chosen = np.random.default_rng(index).integers(12, size=4)
+        return X[chosen], Y[chosen]
+
+
+SERIES = np.random.default_rng(0).normal(size=15)
+WINDOWS = np.lib.stride_tricks.sliding_window_view(SERIES, 4)
+SEVERAL_TIMES = {
+    "MixUp of two shuffles": (lambda: mixed(shuffled(), shuffled()), "a zip of two"),
+    "MixUp of batches": (
+        lambda: mixed(shuffled().batch(4), shuffled().batch(4)).unbatch(), "a zip of two"
+    ),
+    "two views of each": (lambda: shuffled().flat_map(both_views), "a flat_map or interleave"),
+    "views, interleaved": (lambda: pairs().interleave(both_views), "a flat_map or interleave"),
+    "an endless generator, cut": (
+        lambda: tf.data.Dataset.from_generator(
+            endless, output_signature=(tf.TensorSpec([1], tf.float64), tf.TensorSpec([], tf.int64))
+        ).take(24),
+        "equal ones from what was read",
+    ),
+    "sliding windows": (lambda: cut(SERIES, 1), "got windows"),
+    "windows that overlap by half": (lambda: cut(SERIES, 2), "got windows"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "text"), SEVERAL_TIMES.values(), ids=SEVERAL_TIMES)
+def test_an_example_that_is_there_twice_is_refused(make, text):
+    with pytest.raises(UnsupportedRunError, match=rf"{text}.*One record is one example"):
+        cyclic_dataset(make(), batch_size=1)
+
+
+@pytest.mark.parametrize("given", [(Draws(), None), (WINDOWS, np.arange(12))])
+def test_a_sequence_that_draws_again_and_arrays_of_windows_are_refused(given):
+    with pytest.raises(UnsupportedRunError, match="One record is one example"):
+        HeldExamples(*given).check_each_once()
+
+
+@pytest.fixture
+def two_files(tmp_path):
+    for name in "ab":
+        lines = [f"{name}{number}" for number in range(6)]
+        (tmp_path / name).write_text("\n".join(lines))
+    return [str(tmp_path / name) for name in "ab"]
+
+
+def test_examples_of_files_and_of_two_parts_are_taken(two_files):
+    names = tf.data.Dataset.from_tensor_slices(two_files)
+    lines = names.interleave(tf.data.TextLineDataset)
+    parts = tf.data.Dataset.zip((pairs().map(lambda x, y: x), pairs().map(lambda x, y: y)))
+    columns = tf.data.Dataset.zip((pairs(), tf.data.Dataset.from_tensor_slices((-1 - X, Y))))
+    columns = columns.map(lambda one, other: (tf.concat([one[0], other[0]], 0), one[1]))
+    for dataset in (lines, parts, columns):
+        assert cyclic_dataset(dataset, batch_size=4).batches.used == 12
+    assert cyclic_dataset(cut(SERIES, 4), batch_size=1).batches.used == 3
 
 
 def test_equal_examples_are_warned_about(caplog):

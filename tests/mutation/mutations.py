@@ -384,6 +384,15 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
+    "../adapters/hidden_state_adapters/tf_privacy/data.py": {
+        "keras/test_data.py": {
+            "a_sequence_may_draw_with_replacement": (
+                "    if is_read:\n        raise",
+                "    if False:\n        raise",
+            ),
+            "mixup_is_taken": ('if _kind(dataset) == "Zip":', "if False:"),
+        },
+    },
     "../adapters/hidden_state_adapters/tf_privacy/record.py": {
         "keras/test_model_released.py": {
             "files_of_weights_alone_are_no_releases": (

@@ -7,7 +7,7 @@ import inspect
 import itertools
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -24,6 +24,10 @@ _REMADE = ("FlatMap", "Interleave", "ParallelInterleave", "GroupByWindow", "Grou
 _REPEATED = ("Repeat", "ShuffleAndRepeat")
 _JOINED = ("Concatenate", "DirectedInterleave")
 _SELECTED = ("Take", "TakeWhile", "Skip", "Shard", "Filter")
+_ONE_EXAMPLE = "One record is one example: no view, window or augmentation of it a second time, "
+_ONE_EXAMPLE += "no mixing of two."
+_LOOKED_AT = 2**16  # examples of a part of a zip
+_WINDOWS, _LARGEST_SHIFT = 16, 64  # examples that are compared with the next one, and how
 
 
 # Batches of somebody else's fit
@@ -52,7 +56,9 @@ def cyclic_dataset(
     Pass the result to `Model.fit` as it is. Transformed datasets (`map`, `shuffle`, `repeat`) are
     not recognised, because their batches may differ: transform the examples before. For another
     order permute the examples beforehand, independently of their values; the order is public.
-    A warning is logged if examples are equal: each is protected by itself.
+    One record is one example: no view, window or augmentation of it a second time, no mixing of
+    two. Equal examples of a Dataset and windows that overlap are refused, equal ones of arrays give
+    a warning; the rest is declared by you.
 
     Args:
         x: Examples as an array (first axis: examples), or a tuple or dictionary of arrays; or a
@@ -66,12 +72,13 @@ def cyclic_dataset(
         A tf.data.Dataset of one epoch of batches of b examples each.
 
     Raises:
-        UnsupportedRunError: The batches would be unequal, examples carry weights, or a Dataset is
-            batched or repeated.
+        UnsupportedRunError: The batches would be unequal, examples carry weights, a Dataset is
+            batched or repeated, or an example is there twice.
         TypeError, ValueError: An argument has an impossible value.
     """
     batch_size = validate.integer("batch_size", batch_size, minimum=1)
-    if isinstance(x, tf.data.Dataset):
+    is_read = isinstance(x, tf.data.Dataset)
+    if is_read:
         arrays = in_memory(x, y)
     else:
         arrays = tf.nest.map_structure(np.asarray, (x,) if y is None else (x, y))
@@ -92,7 +99,7 @@ def cyclic_dataset(
             "drop_remainder=True: batches of %d use the first %d of %d examples; dataset_size is "
             "%d", batch_size, used, given, used,
         )  # fmt: skip
-    _warn_of_equal(tf.nest.map_structure(lambda array: array[:used], arrays))
+    _check_each_once(tf.nest.map_structure(lambda array: array[:used], arrays), is_read=is_read)
     options = tf.data.Options()
     options.deterministic = True
     dataset = (
@@ -191,6 +198,19 @@ def _check_single_examples(dataset: tf.data.Dataset) -> None:
             "by itself. Drop the copies: epochs are passes over the data, as many as "
             "fit(epochs=...) or the loop over batches() makes, and every example has one view."
         )
+    if _makes_views(dataset):
+        raise UnsupportedRunError(
+            "Expected a Dataset with every example once, got a flat_map or interleave of single "
+            "examples: with several views of an example it would count as several, each protected "
+            f"by itself, and epsilon would fall. {_ONE_EXAMPLE} Use map, for one view each, or "
+            "filter."
+        )
+    if _mixes_pairs(dataset):
+        raise UnsupportedRunError(
+            "Expected a Dataset with every example once, got a zip of two Datasets that hold the "
+            "same examples (MixUp, CutMix): what is made of two is clipped as one, and each of "
+            f"them is in several. {_ONE_EXAMPLE} Drop the mixing."
+        )
 
 
 def _depth(dataset: Any) -> int:
@@ -223,6 +243,43 @@ def _whole_sources(dataset: Any) -> set[int]:
     if _kind(dataset) not in _SELECTED:
         found.update(*map(_whole_sources, _inputs(dataset)))
     return found
+
+
+def _makes_views(dataset: Any) -> bool:
+    """Whether a function makes a dataset of every example, in which it may be several times.
+
+    What it gets are examples if their parts have as many axes as what comes out; names of files
+    and whole batches have others.
+    """
+    inputs = _inputs(dataset)
+    if "FlatMap" in _kind(dataset) or "Interleave" in _kind(dataset):
+        axes = _axes(dataset)
+        if any(axes) and [axes] == list(map(_axes, inputs)):
+            return True
+    return any(map(_makes_views, inputs))
+
+
+def _axes(dataset: Any) -> list[int | None]:
+    specs = tf.nest.flatten(dataset.element_spec)
+    return [getattr(getattr(spec, "shape", None), "rank", None) for spec in specs]
+
+
+def _mixes_pairs(dataset: Any) -> bool:
+    """Whether it zips two datasets of examples with targets that have an example in common."""
+    inputs = _inputs(dataset)
+    if _kind(dataset) == "Zip":
+        pairs = [part for part in inputs if isinstance(part.element_spec, tuple)]
+        for one, other in itertools.combinations(pairs, 2):
+            if one.element_spec == other.element_spec and _looked_at(one) & _looked_at(other):
+                return True
+    return any(map(_mixes_pairs, inputs))
+
+
+def _looked_at(dataset: Any) -> set[int]:
+    for _ in range(_depth(dataset)):
+        dataset = dataset.unbatch()
+    examples = dataset.take(_LOOKED_AT).as_numpy_iterator()
+    return {_hash(tf.nest.flatten(example)) for example in examples}
 
 
 def _kind(dataset: Any) -> str:
@@ -319,29 +376,65 @@ def _number_of_examples(arrays: Any) -> int:
     return sizes.pop()
 
 
-def _warn_of_equal(arrays: Any) -> None:
-    """Logs a warning if two examples are equal, their targets included.
+def _hash(parts: Iterable[Any]) -> int:
+    return hash(b"".join(np.asarray(part).tobytes() for part in parts))
 
-    Nothing is wrong if they belong to different persons, which nobody can see here.
+
+def _check_each_once(arrays: Any, *, is_read: bool) -> None:
+    """Refuses examples that are there twice, as far as they show it.
+
+    Nothing is wrong with equal examples if they belong to different persons, which nobody can see
+    here; of arrays they give a warning.
 
     Args:
         arrays: A structure of arrays whose first axis is that of the examples; what is no array
             (a sparse matrix) is not looked at.
+        is_read: Whether a pipeline or a generator gave the examples, which may repeat them.
+
+    Raises:
+        UnsupportedRunError: Examples that were read are equal, or examples overlap.
     """
-    given = tf.nest.flatten(arrays)
+    given = [part for part in tf.nest.flatten(arrays) if part is not None]
     if not all(isinstance(part, np.ndarray | tf.Tensor) for part in given):
         return
     parts = [np.ascontiguousarray(part) for part in given]
-    seen = {
-        hash(b"".join(np.asarray(part).tobytes() for part in row))
-        for row in zip(*parts, strict=True)
-    }
-    if len(seen) < len(parts[0]):
-        _logger.warning(
-            "some examples of the data are equal. Epsilon protects one example: who is in the "
-            "data k times, or is oversampled, has about k times this epsilon. Keep one example "
-            "for each person. (Equal examples of different persons are fine.)"
+    if any(map(_slides, parts)):
+        raise refusal(
+            "Expected examples that do not overlap, got windows, each of which begins with what "
+            "the one before it ends with: what happened at one time would be in several examples, "
+            f"each protected by itself. {_ONE_EXAMPLE} Move a window by its whole length."
         )
+    if len(set(map(_hash, zip(*parts, strict=True)))) == len(parts[0]):
+        return
+    if is_read:
+        raise refusal(
+            "Expected every example once, got equal ones from what was read: a generator or "
+            "Sequence that draws with replacement, or goes round again, gives an example several "
+            f"times, each protected by itself. {_ONE_EXAMPLE} Let it give every example once; if "
+            "equal ones belong to different persons, pass arrays."
+        )
+    _logger.warning(
+        "some examples of the data are equal. Epsilon protects one example: who is in the data k "
+        "times, or is oversampled, has about k times this epsilon. Keep one example for each "
+        "person. (Equal examples of different persons are fine.)"
+    )
+
+
+def _slides(part: np.ndarray) -> bool:
+    """Whether most of the first examples begin with what the one before them ends with.
+
+    What is the same all along, as padding is, tells nothing.
+    """
+    if part.ndim < 2:
+        return False
+    first = part[: _WINDOWS + 1]
+    for shift in range(1, min(part.shape[1] // 2, _LARGEST_SHIFT) + 1):
+        ends, begins = first[:-1, shift:], first[1:, :-shift]
+        axes = tuple(range(1, part.ndim))
+        varies = (ends != ends[:, :1]).any(axis=axes)
+        if 2 * ((ends == begins).all(axis=axes) & varies).sum() > max(len(ends), 2):
+            return True
+    return False
 
 
 # Weights
@@ -517,9 +610,9 @@ class HeldExamples:
             self.batch_size = int(tf.nest.flatten(first)[0].shape[0])
         return found
 
-    def warn_of_equal(self) -> None:
-        """Logs a warning if examples are equal."""
-        _warn_of_equal([self.x, self.y])
+    def check_each_once(self) -> None:
+        """Raises UnsupportedRunError, or logs a warning, if an example is there twice."""
+        _check_each_once([self.x, self.y], is_read=self._is_read)
 
     def check_same(
         self, x: Any, y: Any, weights: GivenWeights, steps: int | None = None

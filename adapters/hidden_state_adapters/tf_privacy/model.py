@@ -165,7 +165,9 @@ class PrivateTraining(tf.keras.Model, Figures):
             x: Examples as an array, or a structure of arrays, of which a copy is kept; or a Dataset
                 of pairs, or triples with the sample weight, a keras.utils.Sequence, or a generator
                 of steps_per_epoch batches that ends then, each of which is read once into memory:
-                shuffles do not matter, an augmentation acts once. Under a hidden state examples,
+                shuffles do not matter, an augmentation acts once. One record is one example: no
+                view, window or augmentation of it a second time, no mixing of two. What shows an
+                example twice is refused, the rest declared by you. Under a hidden state examples,
                 targets and weights must not depend on the model: no pseudo-labels, no adversarial
                 examples, no hard-example mining.
             y: Targets, likewise; None if x has them.

@@ -323,7 +323,7 @@ class PrivateRun(Figures):
         declared = self._weighted(rule.declared(settings))
         example, _ = self._examples.first(1)
         fixed = FixedVariables(model)
-        self._examples.warn_of_equal()
+        self._examples.check_each_once()
         declared, self._head, looked_at = begin(
             model, self._losses, self._examples.x, self._examples.y, declared
         )
