@@ -196,6 +196,19 @@ def _second_run(trial, change):
     return {"num_steps": STEPS}
 
 
+def copied_and_trained_again(trial):
+    """A deep copy on another engine: the runs behind it come along."""
+    before = trial.get_epsilon()
+    trial.copy_to_another_engine()
+    trial.epoch()
+    first, second = trial.event().events
+    both = LastIterateAccountant().compose(first).compose(second)
+    assert trial.get_epsilon() == pytest.approx(both.get_epsilon(1e-5))
+    assert trial.get_epsilon() > before
+    trial.event = lambda: second
+    return {"num_steps": 0}
+
+
 def trained_again(trial):
     return _second_run(trial, lambda: None)
 

@@ -334,6 +334,11 @@ class OpacusTrial(Trial):
     def account_again(self):
         self.made_private(HiddenStatePrivacyEngine())
 
+    def copy_to_another_engine(self):
+        model = getattr(self.private, "_module", self.private)
+        self.model, self.engine = copy.deepcopy(model), HiddenStatePrivacyEngine()
+        self.private, self.optimizer, self.loader = self.made_private(self.engine)
+
     def begin_under_add_or_remove(self):
         self.engine = HiddenStatePrivacyEngine(neighboring_relation="add_or_remove_one")
         self.private, self.optimizer, self.loader = self.made_private(self.engine, order="poisson")

@@ -205,6 +205,10 @@ class Trial:
         """Poisson batches, whose rate and divisor follow from the number of records."""
         raise NotImplementedError("rate and divisor are declared")
 
+    def copy_to_another_engine(self):
+        """Goes on with a deep copy of the model on a fresh engine."""
+        raise NotImplementedError("weights are copied by value")
+
     def copy_model(self):
         """Goes on with another object that has the same weights."""
         raise NotImplementedError

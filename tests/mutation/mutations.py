@@ -127,8 +127,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "../adapters/hidden_state_adapters/opacus/run/registry.py": {
         "opacus/test_earlier_runs.py": {
             "a_model_of_another_engine_passes": (
-                "if other is not engine and run.num_steps:",
-                "if other is None and run.num_steps:",
+                "        if lineage is not own:\n",
+                "        if lineage is None:\n",
             ),
         },
     },

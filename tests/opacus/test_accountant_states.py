@@ -14,6 +14,7 @@ from torch import nn
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import HiddenStateAccountant
+from hidden_state_adapters.opacus.accounted import AccountedRun
 
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
 
@@ -100,6 +101,10 @@ def test_batches_in_pieces(train, kind):
     assert engine.get_epsilon(DELTA) == whole.get_epsilon(DELTA)
 
 
+def _nothing():
+    """Checks no model."""
+
+
 @pytest.mark.filterwarnings("error:No run was declared")
 def test_undeclared_steps_and_runs_do_not_mix():
     undeclared = HiddenStateAccountant()
@@ -108,11 +113,11 @@ def test_undeclared_steps_and_runs_do_not_mix():
     loaded.load_state_dict(undeclared.state_dict())
     for accountant in (undeclared, loaded):
         with pytest.raises(hsa.UnsupportedRunError, match="undeclared steps already"):
-            accountant.add_run(recorder(0))
+            accountant.add_run(AccountedRun(recorder(0)), _nothing)
         assert len(accountant) == 1
     for steps in (0, 3):
         accountant = HiddenStateAccountant()
-        accountant.add_run(recorder(steps))
+        accountant.add_run(AccountedRun(recorder(steps)), _nothing)
         for rows in ([(5.0, 0.1, 6)], []):
             with pytest.raises(ValueError, match="history is overwritten, got 1"):
                 accountant.history = rows
@@ -134,7 +139,7 @@ def test_declaring_again_keeps_runs_with_steps(train):
     assert again.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
     accountant = HiddenStateAccountant()
     accountant.declare_run(**DECLARED)
-    accountant.add_run(recorder(3))
+    accountant.add_run(AccountedRun(recorder(3)), _nothing)
     accountant.declare_run(**DECLARED)
     assert len(accountant) == 3
 

@@ -1,4 +1,10 @@
-"""A run on a model that another private run of the process trained."""
+"""A run on a model that other private runs trained, here or elsewhere."""
+
+import copy
+import gc
+import io
+import json
+import weakref
 
 import pytest
 import torch
@@ -56,33 +62,181 @@ def trained(engine):
     return Run(engine).epoch()
 
 
-@each_engine
-def test_a_cell_that_is_run_again(new_engine):
-    """The model is that of the first engine, whose steps the second would not count."""
-    run = trained(new_engine())
-    with pytest.raises(hsa.UnsupportedRunError, match="6 steps of another engine"):
-        Run(new_engine(), run.model)
+def test_a_cell_that_is_run_again():
+    """The model is that of the first engine; both runs are composed, as one engine does it."""
+    run, own = trained(hidden_state_engine()), hidden_state_engine()
+    again = Run(own, run.model).epoch()
+    first = trained(hidden_state_engine())
+    both = Run(first.engine, first.model).epoch()
+    assert again.epsilon == pytest.approx(both.epsilon)
+    assert again.epsilon > 1.1 * first_epsilon()
+    assert any("1 private run(s) of other engines" in str(a) for a in own.assumptions)
+    assert "(2 runs)" in own.report(DELTA)
+    for ask in (lambda: run.epsilon, run.epoch):
+        with pytest.raises(hsa.UnsupportedRunError, match="another engine took over its model"):
+            ask()
 
 
-def test_an_engine_of_the_other_kind():
-    with pytest.raises(hsa.UnsupportedRunError, match="6 steps of another engine"):
-        Run(stock_engine(), trained(hidden_state_engine()).plain)
-    with pytest.raises(hsa.UnsupportedRunError, match="6 steps of another engine"):
+def first_epsilon():
+    return trained(hidden_state_engine()).epsilon
+
+
+def pickled(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("name", ["plain", "model"])
+def test_copies_take_their_runs_along(copied, name):
+    """3.605 was reported of a federated loop of deep copies, for 5.389."""
+    model, rounds = None, []
+    for _ in range(3):
+        run = Run(hidden_state_engine(), model).epoch()
+        model = copied(getattr(run, name))
+        rounds.append(run.epsilon)
+    whole = Run(hidden_state_engine())
+    for _ in range(3):
+        whole.epoch()
+        whole = Run(whole.engine, whole.model)
+    assert rounds[-1] == pytest.approx(whole.epsilon)
+    assert rounds[0] < rounds[1] < rounds[2]
+
+
+def test_a_copy_holds_plain_types_of_that_moment():
+    run = trained(hidden_state_engine())
+    early = pickled(run.plain)
+    run.epoch()
+    (held,) = vars(early)["_hidden_state_runs"]
+    assert held["num_steps"] == 6
+    assert json.loads(json.dumps(held)) == held
+    assert Run(hidden_state_engine(), early).engine.accountant.history[0][2] == 6
+
+
+def test_a_run_that_goes_on_beside_a_copy():
+    """Two models of one run are used; the one before counts if it was released."""
+    for releases in (False, True):
+        run = trained(hidden_state_engine())
+        early = copy.deepcopy(run.plain)
+        if releases:
+            run.engine.release()
+        run.epoch()
+        if releases:
+            Run(run.engine, early)
+            continue
+        with pytest.raises(hsa.UnsupportedRunError, match="after step 6 of 12"):
+            Run(run.engine, early)
+
+
+def test_a_target_is_for_all_runs():
+    run = trained(hidden_state_engine())
+    target, engine = 1.3 * run.epsilon, hidden_state_engine()
+    run.model, run.optimizer, run.loader = engine.make_private_with_epsilon(
+        module=run.model,
+        optimizer=torch.optim.SGD(run.plain.parameters(), lr=0.5),
+        data_loader=DataLoader(records(), batch_size=10),
+        max_grad_norm=2.1,
+        target_epsilon=target,
+        target_delta=DELTA,
+        epochs=1,
+    )
+    run.epoch()
+    assert 0.98 * target <= engine.get_epsilon(DELTA) <= target
+
+
+def test_a_run_without_epsilon():
+    run = trained(hidden_state_engine())
+    with pytest.raises(hsa.UnsupportedRunError):
+        run.optimizer.step()
+    with pytest.raises(hsa.UnsupportedRunError, match=r"that has none: .*Start from a new model"):
+        Run(hidden_state_engine(), run.model)
+
+
+def test_a_loaded_run_is_not_counted_twice(tmp_path):
+    first = trained(hidden_state_engine())
+    first.engine.save_checkpoint(path=tmp_path / "a")
+    again = Run(hidden_state_engine())
+    again.engine.load_checkpoint(path=tmp_path / "a")
+    third = Run(hidden_state_engine(), again.model)
+    assert len(third.engine.accountant.recorders) == 2
+    assert third.epsilon == pytest.approx(first.epsilon)
+    with pytest.raises(ValueError, match="a model that no private run has trained"):
+        third.engine.load_checkpoint(path=tmp_path / "a")
+
+
+def test_the_runs_of_a_checkpoint_stay_behind_its_weights(tmp_path):
+    first = trained(hidden_state_engine())
+    second = Run(first.engine, first.model).epoch()
+    second.engine.save_checkpoint(path=tmp_path / "a")
+    again = Run(hidden_state_engine())
+    again.engine.load_checkpoint(path=tmp_path / "a")
+    third = Run(hidden_state_engine(), again.model)
+    assert third.epsilon == pytest.approx(second.epsilon)
+
+
+def test_a_model_keeps_no_records_alive():
+    run = trained(hidden_state_engine())
+    model, dataset = copy.copy(run.plain), weakref.ref(run.loader.dataset)
+    for part in model.modules():  # what a run hangs on a model that goes on
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
+    run.engine._run.close("")
+    del run
+    gc.collect()
+    assert dataset() is None
+    assert len(list(vars(model)["_hidden_state_runs"])) == 1
+
+
+def test_the_text_names_what_counts():
+    run = trained(hidden_state_engine())
+    run.plain.load_state_dict(nn.Linear(5, 3).state_dict())
+    with pytest.raises(hsa.UnsupportedRunError) as error:
+        _ = run.epsilon
+    for part in ("Load public weights", "load_checkpoint", "compose(event)"):
+        assert part in str(error.value)
+
+
+def test_opacus_own_engine_refuses():
+    own, stock = trained(hidden_state_engine()).plain, trained(stock_engine()).model
+    for model in (own, copy.deepcopy(own), stock):
+        with pytest.raises(hsa.UnsupportedRunError, match="6 steps of another engine"):
+            Run(stock_engine(), model)
+
+
+def test_runs_of_opacus_own_engine():
+    with pytest.raises(hsa.UnsupportedRunError, match="6 steps of a PrivacyEngine were not decl"):
         Run(hidden_state_engine(), trained(stock_engine()).model)
+    run = Run(stock_engine())
+    run.engine.accountant.declare_run()
+    once = run.epoch().epsilon
+    again = Run(hidden_state_engine(), run.model).epoch()
+    assert len(again.engine.accountant.recorders) == 2
+    assert again.epsilon > 1.1 * once
 
 
 @each_engine
 def test_a_frozen_part_of_the_model(new_engine):
-    backbone = trained(new_engine()).plain
+    backbone = trained(hidden_state_engine()).plain
     model = nn.Sequential(backbone.requires_grad_(False), nn.Linear(3, 3))
-    with pytest.raises(hsa.UnsupportedRunError, match="6 steps of another engine"):
-        new_engine().make_private(
+    engine = new_engine()
+
+    def start():
+        engine.make_private(
             module=model,
             optimizer=torch.optim.SGD(model[1].parameters(), lr=0.5),
             data_loader=DataLoader(records(), batch_size=10),
             noise_multiplier=2.0,
             max_grad_norm=2.0,
         )
+
+    if isinstance(engine, HiddenStatePrivacyEngine):
+        start()
+        assert engine.get_epsilon(DELTA) == pytest.approx(first_epsilon())
+        return
+    with pytest.raises(hsa.UnsupportedRunError, match="6 steps of another engine"):
+        start()
 
 
 @each_engine

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
 from dp_accounting import NeighboringRelation
 from opacus.accountants import IAccountant
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
+from torch import nn
 
 from hidden_state_accountants import (
     Assumption,
@@ -30,12 +32,10 @@ from hidden_state_adapters.opacus.accounted import (
     Row,
     declared_by,
     declared_texts,
-    nothing,
     undeclared_guarantee,
 )
 from hidden_state_adapters.opacus.gradients.figures import read
-from hidden_state_adapters.opacus.run.registry import check_not_trained_elsewhere, note_trained
-from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.run.registry import Lineage, end_other_runs, note_trained
 from hidden_state_adapters.opacus.run.settings import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.opacus.stock.made import MadePrivate, take_over_noise
 from hidden_state_adapters.opacus.stock.run import ON_TRUST, OWN_COINS, StockDeclaration, StockRun
@@ -79,16 +79,16 @@ class HiddenStateAccountant(IAccountant):
     def __init__(
         self, neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL
     ):
-        self._runs: list[AccountedRun] = []
+        self._lineage = Lineage()  # what the modules that are trained hold
+        self._runs: list[AccountedRun] = self._lineage.runs
+        self._check: Callable[[], None] = _nothing  # raises unless the model is the last iterate
         self._pending: StockDeclaration | None = None  # of the next make_private
         self._made: MadePrivate | None = None  # by the last one
         self._of_undeclared: tuple[Assumption, ...] = ()  # what undeclared steps rest on
-        self._token = object()  # stands for this accountant and holds nothing
         self._is_restored = False  # with what the weights of a checkpoint show
         super().__init__()
         self.neighboring_relation = validate.neighboring_relation(neighboring_relation)
         self._has_warned = False
-        self._refusals: list[str] = []
         self._composed: tuple[Any, Guarantee] | None = None  # of what was recorded then
 
     @classmethod
@@ -161,29 +161,53 @@ class HiddenStateAccountant(IAccountant):
     def _drop_empty(self, made: MadePrivate) -> None:
         """Forgets a declared run without steps."""
         if made.run is not None and not made.run.recorder.num_steps:
-            self._runs = [known for known in self._runs if known is not made.run]
+            self._runs[:] = [known for known in self._runs if known is not made.run]
 
     def add_run(
         self,
-        recorder: Run,
-        check: Callable[[], None] = nothing,
-        schedule: DeclaredSchedule | None = None,
+        run: AccountedRun,
+        check: Callable[[], None],
+        earlier: Sequence[AccountedRun] = (),
     ) -> None:
         """Adds a run that somebody else records; `check` is called before epsilon is computed.
 
         Args:
-            recorder: Of the run.
-            check: Raises unless the model is the accounted iterate.
-            schedule: What the steps of the run are compared with.
+            run: The run.
+            check: Function that raises unless the model is the accounted iterate.
+            earlier: The runs that `earlier_runs` found behind its initial weights.
 
         Raises:
             UnsupportedRunError: Steps were taken undeclared.
         """
         self._refuse_undeclared_steps("the run")
         self._made = self._pending = None
-        for run in self._runs:
-            run.check = nothing  # it has ended
-        self._runs.append(AccountedRun(recorder, check, schedule=schedule or DeclaredSchedule()))
+        self._runs += [*earlier, run]
+        self._check = check
+
+    def earlier_runs(self, module: nn.Module) -> list[AccountedRun]:
+        """The runs behind the weights of a model that this accountant does not know yet.
+
+        Raises:
+            UnsupportedRunError: No epsilon covers such a run together with others.
+        """
+        found = []
+        for past in self._lineage.missing(module, module.parameters()):
+            if past["refused"]:
+                raise UnsupportedRunError(
+                    "Expected initial weights whose private runs have an epsilon, got those of "
+                    f"one that has none: {past['refused']} Start from a new model."
+                )
+            run = AccountedRun.ended(past)
+            run.recorder.check_relation(self.neighboring_relation)
+            run.recorder.event()  # a run that ended within an epoch may have none
+            found.append(run)
+        return found
+
+    def take_over(self, run: Any) -> None:
+        """Hangs the runs of this accountant on the model that a TrainingRun trains."""
+        end_other_runs(run.declared.inner, self._lineage)
+        note_trained(run.declared.inner, run.source.iterate.params, self._lineage)
+        self._lineage.current = weakref.ref(run)
 
     def assume(self, text: str) -> None:
         """Adds something that the user declared about the last run to its assumptions."""
@@ -191,13 +215,13 @@ class HiddenStateAccountant(IAccountant):
 
     def refuse(self, reason: str) -> None:
         """From now on there is no guarantee: something happened that no theorem covers."""
-        if reason not in self._refusals:
-            self._refusals.append(reason)
+        if reason not in self._lineage.refusals:
+            self._lineage.refusals.append(reason)
 
     def check_not_refused(self) -> None:
         """Raises UnsupportedRunError if `refuse` was called."""
-        if self._refusals:
-            raise UnsupportedRunError(" ".join(self._refusals))
+        if self._lineage.refusals:
+            raise UnsupportedRunError(" ".join(self._lineage.refusals))
 
     def _refuse_undeclared_steps(self, what: str) -> None:
         if self._history:
@@ -278,7 +302,15 @@ class HiddenStateAccountant(IAccountant):
     def _check_initial(self, made: MadePrivate, optimizer: DPOptimizer) -> None:
         """Raises UnsupportedRunError for weights of runs that this accountant does not know."""
         own = optimizer.params if made.inner is None else made.inner.parameters()
-        check_not_trained_elsewhere(own, self._token)
+        for past in self._lineage.missing(made.inner, own):
+            raise UnsupportedRunError(
+                f"Expected a model that no other engine has trained, got one with "
+                f"{past['num_steps']} steps of another engine, whose epsilon this engine does not "
+                "know. Call make_private on that engine (its runs compose), train with "
+                "HiddenStatePrivacyEngine (which composes the runs behind the weights), or start "
+                "from a new model. To go on with a run, call make_private on a new model, then "
+                "load_checkpoint."
+            )
 
     def _take_step(self, made: MadePrivate, optimizer: DPOptimizer) -> None:
         """Records the step that an optimizer is about to take.
@@ -289,12 +321,13 @@ class HiddenStateAccountant(IAccountant):
         self._admit(made, optimizer, step)
         try:
             if is_first:
-                note_trained(optimizer.params, self._token, made.count)
+                note_trained(made.inner, optimizer.params, self._lineage)
                 noise = take_over_noise(optimizer)
             _check_finite(optimizer, step)
             if made.run is None:
                 rate = made.sample_rate * optimizer.accumulated_iterations
                 self._add_row(optimizer.noise_multiplier, rate)
+                self._lineage.undeclared += 1
             else:
                 made.run.observe(optimizer)
         except UnsupportedRunError as error:
@@ -363,8 +396,7 @@ class HiddenStateAccountant(IAccountant):
             guarantee = undeclared_guarantee(tuple(self._history))
             merged = merge_assumptions([guarantee.assumptions, self._of_undeclared])
             return attrs.evolve(guarantee, assumptions=merged)
-        for run in self._runs:
-            run.check()
+        self._check()
         now = [
             (r.recorder, r.recorder.num_steps, r.recorder.release_steps, r.assumptions)
             for r in runs
@@ -382,7 +414,7 @@ class HiddenStateAccountant(IAccountant):
         destination = super().state_dict(destination)
         destination["neighboring_relation"] = self.neighboring_relation.name
         destination["runs"] = [run.state_dict() for run in self._runs]
-        destination["refusals"] = list(self._refusals)
+        destination["refusals"] = list(self._lineage.refusals)
         destination["assumptions"] = declared_texts(self._of_undeclared)
         return destination
 
@@ -429,7 +461,11 @@ class HiddenStateAccountant(IAccountant):
         for run in current:
             run.load_state_dict(states[-1])
         self._history = []
-        self._runs = ended + current
+        self._runs[:] = ended + current
+
+
+def _nothing() -> None:
+    """The check where no run goes on."""
 
 
 def _rows(run: Run) -> list[Row]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+import secrets
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -26,25 +27,25 @@ Row = tuple[float, float, int]
 """Noise multiplier, sample rate, number of steps; as in Opacus' histories."""
 
 
-def nothing() -> None:
-    """The check of a run that has ended."""
-
-
 @attrs.define(eq=False)
 class AccountedRun:
     """What an accountant keeps of a run, however it is trained.
 
     Attributes:
         recorder: The record of the steps.
-        check: Raises unless the model is the accounted iterate.
         assumptions: What is added to those of the bound.
         schedule: What the steps are compared with.
+        id: The name of the run, the same wherever it goes on.
+        failure: What ended the run: a step that was refused or interrupted; or "".
+        has_moved: Whether parameters moved, if only in a step that was interrupted.
     """
 
     recorder: Run
-    check: Callable[[], None] = nothing
     assumptions: tuple[Assumption, ...] = ()
     schedule: DeclaredSchedule = DeclaredSchedule()
+    id: str = attrs.field(factory=lambda: secrets.token_hex(16))
+    failure: str = ""
+    has_moved: bool = False
 
     def assume(self, *further: Assumption) -> None:
         """Adds to the assumptions."""
@@ -58,7 +59,8 @@ class AccountedRun:
 
     def state_dict(self) -> dict[str, Any]:
         """The recorder's, with what was declared; what is checked is checked again."""
-        return {**self.recorder.state_dict(), "assumptions": declared_texts(self.assumptions)}
+        own = {"assumptions": declared_texts(self.assumptions), "run_id": self.id}
+        return {**self.recorder.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a `state_dict` into a run without steps.
@@ -68,11 +70,14 @@ class AccountedRun:
         """
         self.recorder.load_state_dict(state)
         self.assume(*declared_by(state))
+        self.id = state.get("run_id", self.id)
 
     @classmethod
     def ended(cls, state: Mapping[str, Any]) -> AccountedRun:
         """The run that a `state_dict` is of; it takes no further steps."""
-        return cls(run_of(state), assumptions=declared_by(state))
+        run = cls(run_of(state), assumptions=declared_by(state))
+        run.id = state.get("run_id", run.id)
+        return run
 
 
 def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:

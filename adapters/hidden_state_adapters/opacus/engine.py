@@ -36,6 +36,7 @@ from hidden_state_accountants.runs.run import Run
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
+from hidden_state_adapters.opacus.accounted import AccountedRun
 from hidden_state_adapters.opacus.data.loader import private_loader
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE
 from hidden_state_adapters.opacus.head.run import KnownHeadRun
@@ -49,9 +50,7 @@ from hidden_state_adapters.opacus.run.declared import DeclaredRun, is_shared
 from hidden_state_adapters.opacus.run.group import News, ProcessGroup
 from hidden_state_adapters.opacus.run.registry import (
     check_later_steps,
-    check_not_trained_elsewhere,
     note_branch,
-    note_trained,
 )
 from hidden_state_adapters.opacus.run.training import SECTION, TrainingRun
 from hidden_state_adapters.opacus.sources.base import LOSS_OF_RECORDS
@@ -69,7 +68,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     """Trains in any batch order and accounts the last iterate.
 
     Every `make_private` starts a run and ends the one before it (whose last iterate counts as
-    released). Runs compose.
+    released). Runs compose, those of other engines on the same layers among them: layers take
+    their runs along where they are copied or pickled.
 
     Formal guarantees:
       - Relation: `neighboring_relation`, in both directions.
@@ -105,7 +105,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             )
         super().__init__(accountant=MECHANISM, secure_mode=secure_mode)
         self._accountant = HiddenStateAccountant(neighboring_relation)
-        self._token = object()  # stands for this engine where it must not be kept alive
         self._run: TrainingRun | None = None
         self._group: ProcessGroup | None = None
 
@@ -247,7 +246,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             max_grad_norm=max_grad_norm,
             **options,
         )
-        return self._start(arguments, lambda declared: noise_multiplier)
+        return self._start(arguments, lambda declared, earlier: noise_multiplier)
 
     def make_private_with_epsilon(  # type: ignore[override]
         self,
@@ -288,11 +287,18 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             raise ValueError(f"Expected epochs to be an integer >= 1, got {epochs!r}.")
         return self._start(
             _arguments_of(**arguments),
-            lambda declared: self._calibrate(declared, target_epsilon, target_delta, epochs),
+            lambda declared, earlier: self._calibrate(
+                declared, earlier, target_epsilon, target_delta, epochs
+            ),
         )
 
     def _calibrate(
-        self, declared: DeclaredRun, target_epsilon: float, target_delta: float, epochs: int
+        self,
+        declared: DeclaredRun,
+        earlier: Sequence[AccountedRun],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
     ) -> float:
         mechanism = declared.mechanism
         if "schedule" not in mechanism.refused:
@@ -305,7 +311,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 "of schedule) agree."
             )
         return calibrate_noise_after(
-            [r.event() for r in self.accountant.recorders if r.num_steps],
+            [
+                recorder.event()
+                for recorder in (*self.accountant.recorders, *(run.recorder for run in earlier))
+                if recorder.num_steps
+            ],
             target_epsilon,
             target_delta,
             lambda noise_multiplier: mechanism.event(declared, noise_multiplier, steps),
@@ -325,19 +335,22 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         return group
 
     def _start(
-        self, arguments: RunArguments, noise_of: Callable[[DeclaredRun], float]
+        self,
+        arguments: RunArguments,
+        noise_of: Callable[[DeclaredRun, Sequence[AccountedRun]], float],
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         """Declares a run and starts it: in all of several processes, or in none."""
         group, relation = self._join(arguments), self.accountant.neighboring_relation
         agreed: Any = _alone if group is None else group.agreed
 
-        def prepare() -> tuple[DeclaredRun, float]:
+        def prepare() -> tuple[DeclaredRun, float, list[AccountedRun]]:
             declared = DeclaredRun.of(arguments, relation, group)
-            noise, planned = noise_of(declared), declared.schedule.num_steps or 1
+            earlier = self.accountant.earlier_runs(declared.inner)
+            noise, planned = noise_of(declared, earlier), declared.schedule.num_steps or 1
             check_covered(declared.mechanism.event(declared, noise, planned), relation)
-            return declared, float(noise)
+            return declared, float(noise), earlier
 
-        declared, noise = agreed(prepare, lambda pair: fields_in_common(*pair))
+        declared, noise, earlier = agreed(prepare, lambda found: fields_in_common(*found))
         if group is not None:
             group.check_sums(declared.trained[0].device)
         started: list[TrainingRun] = []
@@ -347,7 +360,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             for run in started:
                 run.close("This run was never started.")
             raise
-        self._take_over(started[0])
+        self._take_over(started[0], earlier)
         return made  # type: ignore[no-any-return]
 
     def _make(
@@ -361,7 +374,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             started: Is given the run as soon as the model has hooks of it.
         """
         arguments, opacus = declared.arguments, declared.arguments.opacus
-        check_not_trained_elsewhere(declared.inner.parameters(), self._token)
         generator = opacus.get("noise_generator")
         if self.secure_mode and generator is not None:
             raise ValueError("Expected no noise_generator in secure mode, got one.")
@@ -415,8 +427,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         source.follow(made)
         return made
 
-    def _take_over(self, run: TrainingRun) -> None:
-        """Accounts a run that started; the one before ends."""
+    def _take_over(self, run: TrainingRun, earlier: Sequence[AccountedRun]) -> None:
+        """Accounts a run that started, after those behind its weights; the one before ends."""
         was_refused = self._run is not None and bool(self._run.failure)
         if self._run is not None:
             self._run.close(
@@ -425,15 +437,19 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 "last make_private returned."
             )
         self._run, declared = run, run.declared
-        self.accountant.add_run(run.record, run.check_iterate, declared.schedule)
+        self.accountant.add_run(run.accounted, run.check_iterate, earlier)
+        self.accountant.take_over(run)
         if run.optimizer.mechanism.is_composed and declared.arguments.criterion is None:
             _logger.warning(
                 "criterion= was not passed to make_private, so that you declare: %s. Pass it to "
                 "have it looked at.",
                 LOSS_OF_RECORDS,
             )
-        note_trained(run.source.iterate.params, self._token, run.record)
         note_branch(run.id, run.record)
+        if earlier:
+            text = f"the initial weights come from {len(earlier)} private run(s) of other engines"
+            _logger.warning("%s: epsilon is that of all of them together", text)
+            run.accounted.assume(Assumption.checked(f"{text}, which are composed"))
         if declared.arguments.opacus.get("noise_generator") is not None:
             self.accountant.assume(GIVEN_NOISE.text)
         if was_refused:
@@ -746,7 +762,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if len(self.accountant):
             raise ValueError(
                 f"Expected to load into a run without steps, got one with {len(self.accountant)}: "
-                "spent budget is never forgotten. Call make_private on a fresh engine, then load."
+                "spent budget is never forgotten. Call make_private on a fresh engine and a model "
+                "that no private run has trained, then load."
             )
         if self._run is not None:
             self._run.check_state(checkpoint, discard_later_steps)

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from hidden_state_adapters.batch_plans import hash_of
+from hidden_state_adapters.opacus.accounted import AccountedRun
 from hidden_state_adapters.opacus.data.loader import tensors_of
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.group import Digest
@@ -21,7 +22,9 @@ _PACKAGES = ("hidden-state-accountants", "dp-accounting", "opacus", "torch")
 _SHOWN = 16  # records that are compared
 
 
-def fields_in_common(declared: DeclaredRun, noise_multiplier: float) -> dict[str, Any]:
+def fields_in_common(
+    declared: DeclaredRun, noise_multiplier: float, earlier: Sequence[AccountedRun]
+) -> dict[str, Any]:
     """What one run has once, of the process that asks; values by name."""
     arguments, plan = declared.arguments, declared.plan
     batches = arguments.batch_order
@@ -35,6 +38,7 @@ def fields_in_common(declared: DeclaredRun, noise_multiplier: float) -> dict[str
         **declared.fields(noise_multiplier),
         "versions": {name: _version(name) for name in _PACKAGES},
         "model": str(arguments.module),
+        "runs behind the weights": [(run.id, run.recorder.num_steps) for run in earlier],
         "weights of the initial model": _weights(declared.inner),
         "options of the optimizer": repr(groups),
         "criterion, as given": repr(arguments.criterion),

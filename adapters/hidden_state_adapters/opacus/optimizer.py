@@ -254,7 +254,7 @@ class PrivateOptimizer(DPOptimizer):
         self._piece = None
 
     def _note_move(self) -> None:
-        self._is_moving = self.run.has_moved = True
+        self._is_moving = self.run.accounted.has_moved = True
 
     def _complete(self) -> None:
         steps = self.num_steps + 1

@@ -1,30 +1,133 @@
-"""Which parameters the private runs of this process train, and how far each run went."""
+"""The private runs that stand behind weights, and how far each run of this process went."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.runs.run import Run
+from hidden_state_adapters.opacus.accounted import AccountedRun
 
+PastRun = dict[str, Any]
+"""A run as plain types: `AccountedRun.state_dict`, and why no epsilon covers it or "" (refused)."""
 
-class Steps(Protocol):
-    """A run, as far as it counts its steps."""
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps recorded."""
-        ...
-
-
+_BEHIND = "_hidden_state_runs"  # attribute of the modules whose parameters are trained
 _branches: dict[str, list[Run]] = {}
 """The records of this process, by run: a run that was resumed has several."""
-_trained: Any = WeakIdKeyDictionary()
-"""Parameter -> the runs that train it, each with its engine (a token that refers to nothing)."""
+_trained: Any = WeakIdKeyDictionary()  # parameter -> Lineage
+
+
+class Lineage:
+    """The runs of one accountant, as the modules that they trained hold them.
+
+    A module that is copied or pickled takes along what the runs are at that moment, as a list of
+    plain types. It holds nothing that is computed from the records.
+
+    Attributes:
+        runs: The declared runs, as their accountant keeps them.
+        refusals: The reasons why the accountant gives no epsilon.
+        undeclared: The number of steps that were not declared.
+        current: Weak reference to the run of an engine that goes on, with its `close`; or None.
+        id: The name of the undeclared steps.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[AccountedRun] = []
+        self.refusals: list[str] = []
+        self.undeclared, self.id = 0, secrets.token_hex(16)
+        self.current: Callable[[], Any] | None = None
+
+    def __iter__(self) -> Iterator[PastRun]:
+        for run in self.runs:
+            if run.recorder.num_steps or run.has_moved:
+                reasons = filter(None, [run.failure, *self.refusals])
+                yield {**run.state_dict(), "refused": " ".join(reasons)}
+        if self.undeclared:
+            what = f"{self.undeclared} steps of a PrivacyEngine were not declared (declare_run)"
+            yield {"run_id": self.id, "num_steps": self.undeclared, "refused": what}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def missing(self, module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[PastRun]:
+        """The runs behind weights that are not among these.
+
+        Args:
+            module: The model, without Opacus' wrapper; None if it is not known.
+            params: Its parameters, trained or frozen.
+
+        Raises:
+            UnsupportedRunError: Weights of the middle of a run were not released there.
+        """
+        own = {run.id: run.recorder for run in self.runs}
+        found: dict[str, PastRun] = {}
+        for past in _runs_behind(module, params, self):
+            name = past["run_id"]
+            if name in own:
+                _check_released(past, own[name].num_steps, own[name].release_steps)
+            elif name != self.id:
+                pair = sorted([past, found.get(name, past)], key=lambda p: int(p["num_steps"]))
+                found[name] = pair[1]
+                _check_released(pair[0], pair[1]["num_steps"], pair[1].get("release_steps", ()))
+        return list(found.values())
+
+
+def _runs_behind(
+    module: nn.Module | None, params: Iterable[nn.Parameter], own: Lineage
+) -> Iterator[PastRun]:
+    """The runs of all lineages but `own` that parameters or modules hold, each lineage once."""
+    for lineage in _lineages(module, params):
+        if lineage is not own:
+            yield from lineage
+
+
+def _lineages(module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[Any]:
+    """What parameters or modules hold: a Lineage, or the list that a copy of one is; each once."""
+    parts = [] if module is None else module.modules()
+    held = [*map(_trained.get, params), *(vars(part).get(_BEHIND) for part in parts)]
+    return list({id(each): each for each in held if each is not None}.values())
+
+
+def _check_released(past: PastRun, steps: int, releases: Iterable[int]) -> None:
+    """Raises UnsupportedRunError for weights of a run that went on without a release there."""
+    if past["num_steps"] != steps and past["num_steps"] not in releases:
+        raise UnsupportedRunError(
+            f"Expected the newest weights of a private run, got those after step "
+            f"{past['num_steps']} of {steps}: two models of one run are used, and epsilon covers "
+            "one. Call engine.release() where you copy a model whose run goes on."
+        )
+
+
+def end_other_runs(module: nn.Module, own: Lineage) -> None:
+    """Ends the runs of other engines that train a parameter of `module`."""
+    params = {id(param) for param in module.parameters()}
+    for lineage in _lineages(module, module.parameters()):
+        run = lineage.current and lineage.current() if isinstance(lineage, Lineage) else None
+        if run is None or lineage is own:
+            continue
+        if any(id(param) in params for param in run.source.iterate.params):
+            run.close(
+                "This run ended when another engine took over its model, whose epsilon is that of "
+                "both runs. Use the optimizer that the last make_private returned."
+            )
+
+
+def note_trained(
+    module: nn.Module | None, params: Iterable[nn.Parameter], lineage: Lineage
+) -> None:
+    """Hangs the runs that train `params` on them and on the parts of `module` that own them."""
+    params = list(params)
+    own = {id(param) for param in params}
+    for param in params:
+        _trained[param] = lineage
+    for part in [] if module is None else module.modules():
+        if any(id(param) in own for param in part.parameters(recurse=False)):
+            vars(part)[_BEHIND] = lineage
 
 
 def note_branch(run_id: str, run: Run) -> None:
@@ -51,30 +154,3 @@ def check_later_steps(state: Mapping[str, Any], discard_later_steps: bool) -> No
             "were taken. If nothing computed by the later ones was ever shown to anybody, nor made "
             "you go back, say discard_later_steps=True; it becomes a listed assumption."
         )
-
-
-def note_trained(params: Iterable[nn.Parameter], engine: object, run: Steps) -> None:
-    """Remembers that a run of `engine`, a token that refers to nothing, trains `params`."""
-    for param in params:
-        _trained.setdefault(param, []).append((engine, run))
-
-
-def check_not_trained_elsewhere(params: Iterable[nn.Parameter], engine: object) -> None:
-    """Raises UnsupportedRunError for parameters that another engine of this process trained.
-
-    A notebook's cell that was run again made another engine for the model of the first one.
-
-    Args:
-        params: All parameters of the model, trained or frozen.
-        engine: As for `note_trained`.
-    """
-    for param in params:
-        for other, run in _trained.get(param, ()):
-            if other is not engine and run.num_steps:
-                raise UnsupportedRunError(
-                    f"Expected a model that no other engine has trained, got one with "
-                    f"{run.num_steps} steps of another engine, whose epsilon this engine does not "
-                    "know. Call make_private on that engine (its runs compose), or start from a "
-                    "new model. To go on with a run, call make_private on a model as it was at the "
-                    "beginning, then load_checkpoint."
-                )

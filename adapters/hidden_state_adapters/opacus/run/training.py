@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +10,7 @@ from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.events.loss_geometry import square_norm
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.opacus.accounted import AccountedRun
 from hidden_state_adapters.opacus.data.batch import Taken
 from hidden_state_adapters.opacus.data.loader import BatchCursor, plain_collate
 from hidden_state_adapters.opacus.gradients.noise import whose_noise
@@ -39,7 +39,7 @@ class TrainingRun:
     Attributes:
         record: Of every logical step.
         declared: What `make_private` was told.
-        id: The same wherever the run goes on.
+        accounted: What its accountant keeps of it, and the model that it trains takes along.
         fields: What has to be the same where it goes on, beside what the record compares.
         cursor: Its position: the number of steps, and the batch that the loop is working on.
         batch: Looks at the batches.
@@ -47,8 +47,6 @@ class TrainingRun:
         curvature: Looks at how curved the batches are, or None.
         optimizer: The PrivateOptimizer that takes the steps.
         modules: The model that was passed, without wrappers, and as `make_private` returned it.
-        failure: What ended the run: a step that was refused or interrupted; or "".
-        has_moved: Whether parameters moved, if only in a step that was interrupted.
         is_loading: Whether a checkpoint is being restored.
 
     Args:
@@ -58,13 +56,15 @@ class TrainingRun:
 
     optimizer: Any
     modules: tuple[Any, ...] = ()
-    failure = _closed = ""
-    has_moved = is_loading = False
+    _closed = ""
+    is_loading = False
 
     def __init__(self, declared: DeclaredRun, noise_multiplier: float):
         self.record: Run = declared.mechanism.new_run(declared, noise_multiplier)
         self.declared = declared
-        self.id = secrets.token_hex(16) if declared.group is None else declared.group.run_id
+        self.accounted = AccountedRun(self.record, schedule=declared.schedule)
+        if declared.group is not None:
+            self.accounted.id = declared.group.run_id
         self.fields = declared.fields(noise_multiplier)
         plan, loader = declared.plan, declared.arguments.data_loader
         self.cursor = BatchCursor(
@@ -83,6 +83,20 @@ class TrainingRun:
             maps_records=declared.arguments.loop_maps_records,
         )
         self.source = _source(declared, self.batch)
+
+    @property
+    def id(self) -> str:
+        """The name of the run, the same wherever it goes on."""
+        return self.accounted.id
+
+    @property
+    def failure(self) -> str:
+        """What ended the run: a step that was refused or interrupted; or ""."""
+        return self.accounted.failure
+
+    @failure.setter
+    def failure(self, text: str) -> None:
+        self.accounted.failure = text
 
     @property
     def plan(self) -> BatchPlan:
@@ -125,7 +139,7 @@ class TrainingRun:
 
     def check_ended(self) -> None:
         """Checks a run whose last iterate counts as released."""
-        if self.has_moved or self.num_steps:
+        if self.accounted.has_moved or self.num_steps:
             self.check_iterate()
             self.record.event()  # a run that ends within an epoch may have none, for good
 
@@ -243,7 +257,7 @@ class TrainingRun:
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on from what record, hidden state and module hold, after they were restored."""
-        self.id, self.failure, self.is_loading = state["run_id"], "", False
+        self.accounted.id, self.failure, self.is_loading = state["run_id"], "", False
         self.optimizer.noise_multiplier = state["noise_multiplier"]
         self.optimizer.max_grad_norm = state["max_grad_norm"]
         self.optimizer.forget_pieces()

@@ -172,8 +172,11 @@ class Source:
             raise UnsupportedRunError(
                 f"step {piece.step}: the parameters were changed outside the private optimizer, so "
                 "that the loop trains another model than the step (load_state_dict, an average of "
-                "weights, another optimizer, sharpness-aware training?). Load weights before "
-                "make_private, or a run with engine.load_checkpoint, and leave them alone then."
+                "weights, another optimizer, sharpness-aware training?). Load public weights "
+                "before make_private, go on with a run by engine.load_checkpoint, and leave the "
+                "weights alone then. Weights of another private run are never loaded: train its "
+                "model itself (the engine composes its runs), or compose its event by hand, "
+                "LastIterateAccountant().compose(event)."
             )
         self._judge_records(piece, values)
         check_gradients(piece.step, values["gradient"], self._lipschitz)

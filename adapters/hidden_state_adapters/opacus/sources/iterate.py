@@ -88,8 +88,11 @@ class Iterate:
             raise UnsupportedRunError(
                 f"The parameters were changed outside the private optimizer after step {steps}, so "
                 "the model is not the iterate that was accounted (load_state_dict, an average of "
-                "weights, another optimizer?). Load weights before make_private, or a run with "
-                "engine.load_checkpoint, and leave them alone then. To end with an earlier iterate "
+                "weights, another optimizer?). Load public weights before make_private, go on "
+                "with a run by engine.load_checkpoint, and leave the weights alone then. Weights "
+                "of another private run are never loaded: train its model itself (the engine "
+                "composes its runs), or compose its event by hand, "
+                "LastIterateAccountant().compose(event). To end with an earlier iterate "
                 "(or an average), call engine.release() where it is the current one, and ask for "
                 "epsilon before it is put in."
             )

@@ -160,7 +160,7 @@ class MadePrivate:
                 "Expected a step of the optimizer that make_private returned, got none, but "
                 "parameters that were written since: by another optimizer, by hand, or with "
                 "another step hook (attach_step_hook has a single slot). Train with that "
-                "optimizer; load weights before make_private."
+                "optimizer; load public weights before make_private."
             )
 
 
