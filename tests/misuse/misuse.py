@@ -397,6 +397,7 @@ def weights_averaged_on_the_side(trial):
 
 def parameter_frozen(trial):
     trial.epoch(between=trial.freeze)
+    return {"num_steps": STEPS}
 
 
 def frozen_parameter_trained(trial):
@@ -588,7 +589,8 @@ MISUSES = (
     Misuse(101, averaged_weights_accounted, None, MOVED, goes_on=KERAS),
     Misuse(11, trained_without_noise, MOVED, MOVED),
     Misuse(11, update_applied_again, MOVED, "not the noisy mean", goes_on=BOTH),
-    Misuse(11, parameter_frozen, r"trains \[|of the construction", OTHER_VARIABLES, goes_on=KERAS),
+    Misuse(11, parameter_frozen, r"trains \[|of the construction", OTHER_VARIABLES, goes_on=KERAS,
+           composed=ACCOUNTED),
     Misuse(11, frozen_parameter_trained, r"trains \[|of the construction", OTHER_VARIABLES,
            goes_on=KERAS),
     Misuse(11, parameter_added, "optimizes 3 parameters", OTHER_VARIABLES, goes_on=KERAS),

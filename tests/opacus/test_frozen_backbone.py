@@ -17,6 +17,7 @@ from hidden_state_adapters.opacus.geometry import auto_loss_geometry
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 DELTA = 1e-5
+DECLARED = {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": None}
 
 
 class Unit(nn.Module):
@@ -189,15 +190,22 @@ def test_nothing_is_logged_where_nothing_is_switched(make_run, caplog):
     assert any("in eval() mode" in a.text for a in run.engine.assumptions)
 
 
-def test_without_a_geometry_what_is_frozen_is_kept_too(make_run):
-    """Dropout between trained layers is the user's own."""
+@pytest.mark.parametrize("arguments", [{"loss_geometry": None}, DECLARED])
+def test_without_a_known_loss(make_run, caplog, arguments):
+    """By composition dropout in frozen layers is that of the loop, as in Opacus."""
     backbone = nn.Sequential(nn.Linear(5, 8), trained_batch_norm(), nn.Dropout())
     model = nn.Sequential(backbone.requires_grad_(False), nn.Dropout(), nn.Linear(8, 3))
-    run = make_run(model=model, loss_geometry=None)
-    run.model.train()
-    run.epoch()
-    assert not any(part.training for part in backbone[1:])
-    assert model[1].training
+    with caplog.at_level(logging.WARNING, "hidden_state_accountants"):
+        run = make_run(model=model, **arguments)
+        run.model.train()
+        run.epoch()
+    is_composed = arguments["loss_geometry"] is None
+    assert [part.training for part in backbone[1:]] == [False, is_composed]
+    assert model[1].training  # between trained layers dropout is the user's own
+    (line,) = [r.message for r in caplog.records if "kept in eval() mode" in r.message]
+    assert ("0.2 (Dropout)" in line) != is_composed
+    assert "0.1 (BatchNorm1d)" in line
+    run.engine.get_epsilon(DELTA)
     assert run.steps == 6
 
 

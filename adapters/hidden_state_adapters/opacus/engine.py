@@ -143,8 +143,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """Wraps model, optimizer and loader, and starts a run.
 
         Args:
-            module: float32 or float64 parameters, and no buffers that change. What is frozen is
-                kept in eval() mode. Batch normalisation that trains is refused.
+            module: float32 or float64 parameters (by composition half precision, too), and no
+                buffers that change. What is frozen is kept in eval() mode, by composition its
+                batch normalisation only. Batch normalisation that trains is refused.
             optimizer: Any optimizer over all trainable parameters, with any groups and schedules;
                 epsilon is then that of composition. For a hidden state (a known loss, or `after`) a
                 plain torch.optim.SGD. Its weight_decay acts outside the clip, so it is decoupled

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import attrs
 import torch
 from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _generate_noise
 from torch import nn
 from torch.optim import Optimizer
 
@@ -17,6 +18,7 @@ from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.opacus.gradients.figures import is_on_host, read
 from hidden_state_adapters.opacus.gradients.noise import OwnGenerator, check_noise_source
 from hidden_state_adapters.opacus.gradients.piece import Piece
+from hidden_state_adapters.opacus.gradients.precision import is_half
 from hidden_state_adapters.opacus.mechanism import Mechanism
 from hidden_state_adapters.opacus.run.group import AgreedError, Totals
 from hidden_state_adapters.opacus.run.settings import Settings
@@ -231,7 +233,8 @@ class PrivateOptimizer(DPOptimizer):
         self._largest_norm = max(self._largest_norm, values["gradient"])
 
     def _check_groups(self, step: int) -> None:
-        managed, own = super().params, self.mechanism.params
+        managed = super().params
+        own = [param for param in self.mechanism.params if param.requires_grad]
         if len(managed) != len(own) or {*map(id, managed)} != {*map(id, own)}:
             raise UnsupportedRunError(
                 f"step {step} optimizes {len(managed)} parameters, expected the {len(own)} of the "
@@ -282,7 +285,9 @@ class PrivateOptimizer(DPOptimizer):
             self.run.curvature.check(piece)
         self.mechanism.check_pieces(piece)
         self._totals = Totals(self._batch.rows, self._largest_norm)
-        if group is None or group.draws_noise:
+        if any(map(is_half, self.params)):
+            self._add_noise_and_round()
+        elif group is None or group.draws_noise:
             super().add_noise()
         else:
             for p in self.params:
@@ -291,6 +296,18 @@ class PrivateOptimizer(DPOptimizer):
             self._totals = group.agree(self._settings_of(piece), *attrs.astuple(self._totals))
             group.add_up([p.grad for p in self.params] + list(self.mechanism.further_sums()))
         self.mechanism.after_noise(piece)
+
+    def _add_noise_and_round(self) -> None:
+        """Adds noise as Opacus does, to sums in float32, and rounds to half precision then."""
+        for param in self.params:
+            total: torch.Tensor = param.summed_grad  # type: ignore[attr-defined]
+            noise = _generate_noise(
+                std=self.noise_multiplier * self.max_grad_norm,
+                reference=total,
+                generator=self.generator,
+                secure_mode=self.secure_mode,
+            )
+            param.grad = (total + noise).to(param.dtype).view_as(param)
 
     def _settings_of(self, piece: Piece) -> str:
         """All that has to be the same in all processes that take this step, in words."""
@@ -301,7 +318,8 @@ class PrivateOptimizer(DPOptimizer):
         block = f", block {piece.block}" if len(self.mechanism.blocks) > 1 else ""
         return (
             f"step {piece.step} on batch {self._batch.index}{block}, noise_multiplier = "
-            f"{self.noise_multiplier!r}, max_grad_norm = {self.max_grad_norm!r}, options {groups}"
+            f"{self.noise_multiplier!r}, max_grad_norm = {self.max_grad_norm!r}, options {groups}, "
+            f"{len(self.params)} trained parameters"
         )
 
     def scale_grad(self) -> None:

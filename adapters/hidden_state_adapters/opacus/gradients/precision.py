@@ -18,6 +18,11 @@ _REMEDY = (
 )
 
 
+def is_half(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is in half precision, in which no sum of gradients is made."""
+    return tensor.dtype in (torch.bfloat16, torch.float16)
+
+
 def check_precision(name: str, tensor: torch.Tensor) -> None:
     """Raises UnsupportedRunError unless `tensor` is float32 or float64."""
     if tensor.dtype not in (torch.float32, torch.float64):

@@ -11,7 +11,7 @@ from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.norms import joint_norms, to_precision
-from hidden_state_adapters.opacus.gradients.precision import exact_products
+from hidden_state_adapters.opacus.gradients.precision import exact_products, is_half
 
 _NAMED = 4  # parameters in an error
 
@@ -26,7 +26,7 @@ NO_GRADIENTS = (
 
 
 class SampleGradients:
-    """Of `GradSampleModule`: one gradient for every record, in the precision of its parameter."""
+    """Of `GradSampleModule`: one gradient for every record, in at least float32."""
 
     def norms(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
         """See `piece.Gradients.norms`."""
@@ -134,7 +134,7 @@ def is_in_full_precision(param: Any) -> bool:
     """Whether the per-example gradients of a parameter were not computed in half precision."""
     sample = param.grad_sample
     own: torch.Tensor = sample[0] if isinstance(sample, list) else sample
-    return own.dtype in (torch.float32, torch.float64)
+    return not is_half(own)
 
 
 def sum_of(param: nn.Parameter) -> torch.Tensor:
@@ -146,7 +146,8 @@ def _stored(param: Any) -> torch.Tensor:
     """The per-example gradients of the one batch that a parameter holds."""
     sample = param.grad_sample
     own: torch.Tensor = sample[0] if isinstance(sample, list) else sample
-    return own.to(param.dtype)
+    # A sum that is rounded to few bits moves by more than the clip norm with one record.
+    return own.to(torch.float32 if is_half(param) else param.dtype)
 
 
 def _weighted_sum(weights: torch.Tensor, sample: torch.Tensor) -> torch.Tensor:

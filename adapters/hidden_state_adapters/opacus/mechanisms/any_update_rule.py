@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from opacus.optimizers import DPPerLayerOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from hidden_state_accountants import Assumption, LastIterateDpEvent
+from hidden_state_accountants import Assumption, LastIterateDpEvent, UnsupportedRunError
 from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus.gradients.piece import Piece
+from hidden_state_adapters.opacus.gradients.precision import is_half
 from hidden_state_adapters.opacus.mechanism import ClippedSum, move_by_any_rule
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments
@@ -67,6 +68,14 @@ class AnyUpdateRule(ClippedSum):
     ) -> None:
         """Raises UnsupportedRunError for a state that no accounted step left."""
         refuse_step_hooks(optimizer)
+        sums_here = not (arguments.is_ghost or arguments.clips_per_layer)
+        if not sums_here and any(is_half(p) for p in module.parameters() if p.requires_grad):
+            raise UnsupportedRunError(
+                'Expected grad_sample_mode = "hooks", "functorch" or "ew" and clipping = "flat" '
+                "with parameters in half precision, got a sum of gradients that Opacus makes in "
+                "it: rounded to few bits one record counts for more than the clip norm. Leave "
+                "both out, or train in float32."
+            )
         if getattr(arguments.optimizer, "run", None) is None:
             refuse_moments(optimizer)  # those of an engine's optimizer were left by its runs
 
@@ -82,6 +91,11 @@ class AnyUpdateRule(ClippedSum):
             num_steps=num_steps,
             **cls.constants(declared),
         )
+
+    @property
+    def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
+        """All that is trained now: layers may be frozen in the middle of a run."""
+        return [[param for param in self.params if param.requires_grad]]
 
     @property
     def update_rule(self) -> str:
@@ -109,6 +123,13 @@ class AnyUpdateRule(ClippedSum):
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Any rule is post-processing, as long as nothing else looks at the gradients."""
         refuse_step_hooks(optimizer)
+        is_fixed = self._clip_norms is not None or self._is_ghost
+        if is_fixed and not all(param.requires_grad for param in self.params):
+            raise UnsupportedRunError(
+                "Expected the trainable parameters of the start, got fewer: with "
+                'clipping="per_layer" or grad_sample_mode="ghost" Opacus looks at all of them. '
+                "Start another run for another set, or leave both out."
+            )
 
     @property
     def assumptions(self) -> Iterable[Assumption]:

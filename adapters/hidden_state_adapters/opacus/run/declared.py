@@ -24,6 +24,7 @@ from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import KnownCriterion, known_criterion
 from hidden_state_adapters.opacus.data.order import plan_batches
 from hidden_state_adapters.opacus.gradients.noise import check_noise_source
+from hidden_state_adapters.opacus.gradients.precision import is_half
 from hidden_state_adapters.opacus.head.curvature import uses_curvature
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.group import WRAPPERS, ProcessGroup, trains_together
@@ -169,11 +170,16 @@ class DeclaredRun:
         loss, head = resolve_loss(inner, arguments)
         arguments = arguments.with_clip_norm(loss)
         arguments.optimizer_class.mechanism_type.check_arguments(arguments, inner, optimizer)
-        check_parameters(inner, optimizer)
+        is_composed = arguments.optimizer_class.mechanism_type.is_composed
+        check_parameters(inner, optimizer, allows_half=is_composed and group is None)
         trained = [p for p in inner.parameters() if p.requires_grad]
         check_noise_source(trained, arguments.opacus.get("noise_generator"))
         maps = arguments.after or {}
-        frozen = FrozenPart(inner, head if arguments.loss_geometry == "auto" else None)
+        frozen = FrozenPart(
+            inner,
+            head if arguments.loss_geometry == "auto" else None,
+            is_composed=is_composed,
+        )
         frozen.check_batch_norm(tuple(inner.named_modules()))
         plan = plan_batches(
             arguments.data_loader,
@@ -301,7 +307,8 @@ def resolve_loss(
                 "got none: how curved a batch is depends on its features, which are looked at in "
                 "every step. Pass the bound on their norm, as for release_curvature."
             )
-        return loss_geometry, None if arguments.asks_for_samples else head
+        is_sampled = head is None or arguments.asks_for_samples or is_half(head.weight)
+        return loss_geometry, None if is_sampled else head
     validate.real("feature_norm", feature_norm, above=0, allow_inf=True)
     if loss_geometry is None or head is None:
         raise UnsupportedRunError(

@@ -14,7 +14,7 @@ from hidden_state_adapters.opacus.data.loader import tensors_of
 from hidden_state_adapters.opacus.gradients.bounds import check_gradients
 from hidden_state_adapters.opacus.gradients.figures import Figure
 from hidden_state_adapters.opacus.gradients.piece import Piece
-from hidden_state_adapters.opacus.gradients.precision import check_precision
+from hidden_state_adapters.opacus.gradients.precision import check_precision, is_half
 from hidden_state_adapters.opacus.sources.apart import Call, records_are_apart
 from hidden_state_adapters.opacus.sources.collated import Collated
 from hidden_state_adapters.opacus.sources.criterion import losses_are_apart
@@ -101,6 +101,7 @@ class Source:
         self.iterate = Iterate(module)
         self._held = list(module.parameters())
         self._flags = list(map(_IS_TRAINED, self._held))
+        self._dtypes = [param.dtype for param in self.iterate.params]
         self._is_apart: bool | None = None
         self._has_apart_losses: bool | None = None
         self._is_open = True  # whether records were not looked at yet
@@ -117,13 +118,17 @@ class Source:
         raise NotImplementedError
 
     def _check_trained(self, step: int) -> None:
-        for param in self.iterate.params:
-            check_precision("parameters", param)
-        if list(map(_IS_TRAINED, self._held)) != self._flags:
+        for param, dtype in zip(self.iterate.params, self._dtypes, strict=True):
+            if param.dtype != dtype or not self._is_composed:
+                check_precision("parameters", param)
+        flags = list(map(_IS_TRAINED, self._held))
+        is_larger = any(map(operator.gt, flags, self._flags))
+        if is_larger or (flags != self._flags and not self._is_composed):
             trained = [n for n, p in self._module.named_parameters() if p.requires_grad]
+            how = "can only shrink in" if self._is_composed else "is fixed for"
             raise UnsupportedRunError(
                 f"step {step} trains {trained}, expected the parameters of the start: the set of "
-                "trainable parameters is fixed for a run. Start another run for another set."
+                f"trainable parameters {how} a run. Start another run for another set."
             )
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:
@@ -257,9 +262,10 @@ class Source:
         """What is looked at, and what is taken on trust."""
         if self._lipschitz is not None:
             yield Assumption.checked(f"per-example gradient norms at most {self._lipschitz:g}")
-        yield Assumption.checked(
-            "parameters in float32 or float64, in every step those that the last one left"
-        )
+        precision = "parameters in float32 or float64"
+        if any(map(is_half, self.iterate.params)):
+            precision = "parameters of which gradients are added up, and noise is drawn, in float32"
+        yield Assumption.checked(f"{precision}, in every step those that the last one left")
         yield Assumption.checked(
             "buffers and what is frozen as at the start, whenever epsilon is asked for or the "
             "model is released"
@@ -272,7 +278,8 @@ class Source:
                 "and it maps every record by itself"
             )
         if self._frozen:
-            yield Assumption.checked("the frozen part of the model in eval() mode")
+            layers = "layers with running statistics in " if self._is_composed else ""
+            yield Assumption.checked(f"{layers}the frozen part of the model in eval() mode")
         looked = ""
         if self._is_apart:
             looked = (

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hidden_state_adapters.opacus.gradients.precision import is_half
+
 _TOLERANCE = 1e-3
 _ALONE = 4  # records that are looked at one by one, beside both halves
 
@@ -35,8 +37,8 @@ def losses_are_apart(
     for output, target in itertools.product(outputs, reversed(tensors)):
         for form in (_as_it_is, _as_positions):
             try:
-                loss = form(criterion)
-                return _are_apart(loss, output.detach().cpu(), target.cpu(), divides)
+                own = output.float() if is_half(output) else output
+                return _are_apart(form(criterion), own.cpu(), target.cpu(), divides)
             except Exception:  # whatever a criterion may raise that is given something else
                 continue
     return None
@@ -47,7 +49,7 @@ def _as_it_is(criterion: Loss) -> Loss:
 
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         fits = target.is_floating_point() and target.numel() == output.numel()
-        return criterion(output, target.reshape(output.shape) if fits else target)
+        return criterion(output, target.reshape(output.shape).to(output) if fits else target)
 
     return loss
 
@@ -78,7 +80,7 @@ def _gradient(
 ) -> torch.Tensor:
     """Of the losses of the records, in their outputs."""
     output = output.detach().clone().requires_grad_()
-    with torch.enable_grad():
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         value = loss(output, target)
         (gradient,) = torch.autograd.grad(value.sum(), output)
     return gradient * len(output) if divides and value.dim() == 0 else gradient

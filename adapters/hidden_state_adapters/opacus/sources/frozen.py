@@ -7,7 +7,7 @@ import operator
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from hidden_state_accountants import UnsupportedRunError
 
@@ -32,19 +32,25 @@ class FrozenPart:
     pass. Batch normalisation then uses the statistics that it has, which stay as they are.
 
     Frozen is every module with parameters of which none is trained, with all that is inside it; of
-    a model whose loss geometry was derived from its linear head everything before the head.
+    a model whose loss geometry was derived from its linear head everything before the head. Where
+    every step counts only its layers with running statistics are kept: others draw as in Opacus.
 
     Args:
         module: The module itself, not Opacus' wrapper.
         head: The linear head, or None.
+        is_composed: Whether every step counts.
     """
 
-    def __init__(self, module: nn.Module, head: nn.Module | None = None):
+    def __init__(
+        self, module: nn.Module, head: nn.Module | None = None, *, is_composed: bool = False
+    ):
         frozen: dict[nn.Module, str] = {}
         for name, part in module.named_modules():
             is_before = head is not None and all(inner is not head for inner in part.modules())
             if is_before or _is_frozen(part):
                 frozen.update((p, n) for n, p in part.named_modules(prefix=name) if p not in frozen)
+        if is_composed:
+            frozen = {part: n for part, n in frozen.items() if isinstance(part, _NormBase)}
         self._parts = {part: name for part, name in frozen.items() if not _is_stateless(part)}
         self._checked: list[nn.Module] = []
         self._checked_in: object = None
@@ -99,9 +105,8 @@ class FrozenPart:
             names = [f"{self._parts[part]} ({type(part).__name__})" for part in switched]
             rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             _logger.warning(
-                "The frozen part of the model is kept in eval() mode, whatever model.train() says: "
-                "no dropout there, and batch normalisation with the statistics that it has. "
-                "Switched: %s%s.",
+                "Frozen layers are kept in eval() mode, whatever model.train() says: no dropout in "
+                "them, and batch normalisation with the statistics that it has. Switched: %s%s.",
                 ", ".join(names[:_NAMED]),
                 rest,
             )

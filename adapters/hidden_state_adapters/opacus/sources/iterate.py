@@ -15,13 +15,18 @@ from hidden_state_adapters.opacus.gradients.figures import (
     differ,
     read,
 )
-from hidden_state_adapters.opacus.gradients.precision import check_precision
+from hidden_state_adapters.opacus.gradients.precision import check_precision, is_half
 
 # Odd constants of splitmix64 (Steele, Lea & Flood 2014), as signed 64-bit integers.
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
 _CHUNK = 2**22  # numbers at a time
-_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_INTEGERS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
 _BY_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -137,7 +142,7 @@ def _differ(value: torch.Tensor, own: torch.Tensor) -> Figure:
 
 
 def _as_integers(value: torch.Tensor) -> torch.Tensor:
-    """The bits of float32 or float64 numbers: not a number equals itself."""
+    """The bits of floating-point numbers: not a number equals itself."""
     return value.view(_INTEGERS[value.dtype]) if value.dtype in _INTEGERS else value
 
 
@@ -155,7 +160,7 @@ def fingerprint(value: torch.Tensor) -> int:
     return total
 
 
-def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+def check_parameters(module: nn.Module, optimizer: Optimizer, *, allows_half: bool) -> None:
     """Raises UnsupportedRunError unless `optimizer` trains exactly the trainable parameters."""
     own: Mapping[str, nn.Parameter] = dict(module.named_parameters())
     known = {id(p) for p in own.values()}
@@ -171,7 +176,8 @@ def check_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     for name, param in own.items():
         if not param.requires_grad:
             continue
-        check_precision(f"parameter {name}", param)
+        if not (allows_half and is_half(param)):
+            check_precision(f"parameter {name}", param)
         if id(param) not in managed:
             raise UnsupportedRunError(
                 f"Expected every trainable parameter in the optimizer, {name} is missing: other "
