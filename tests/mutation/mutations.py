@@ -50,6 +50,14 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
+    "../adapters/hidden_state_adapters/opacus/run/schedule.py": {
+        "opacus/test_declared_schedule.py": {
+            "a_rate_that_the_noise_was_not_found_for": (
+                "        return attrs.evolve(self, target_rate=float(",
+                "        return attrs.evolve(self, target_rate=None and float(",
+            ),
+        },
+    },
     "../adapters/hidden_state_adapters/trained_layers.py": {
         "opacus/test_convex_layers.py": {
             "a_loss_that_is_convex_in_two_layers_in_a_row": (

@@ -198,6 +198,25 @@ def test_no_noise_is_found_for_the_rate_of_the_moment(make_loader, scheduler, no
         with_epsilon(make_loader, None, scheduler=scheduler)
 
 
+def test_a_scheduler_that_is_made_after_the_noise_was_found(make_loader):
+    """The warm-up moved epsilon from the target of 2 to 3.29."""
+    made = with_epsilon(make_loader, None)
+    engine, criterion, model, optimizer, loader = made
+    scheduler = lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def epoch():
+        for features, labels in loader:
+            optimizer.zero_grad()
+            criterion(model(features), labels).backward()
+            optimizer.step()
+            scheduler.step()
+
+    text = r"step 2 uses learning rate 0\.45, expected 0\.5, for which make_private_with_epsilon"
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        epoch()
+    assert len(engine.accountant) == 1
+
+
 def test_the_target_is_met_with_a_declared_warm_up(make_loader):
     schedulers, rates = [], [0.5 * (k + 1) / 12 for k in range(12)]
     made = with_epsilon(make_loader, rates, scheduler=lambda o: schedulers.append(warm_up(o)))
@@ -215,6 +234,16 @@ def test_composition_takes_any_scheduler(make_loader):
     """The rate is post-processing there."""
     of_hidden_iterates = {"loss_geometry": None, "feature_norm": None, "batch_order": None}
     with_epsilon(make_loader, None, scheduler=warm_up, **of_hidden_iterates)
+    made = with_epsilon(make_loader, None, **of_hidden_iterates)
+    engine, criterion, model, optimizer, loader = made
+    scheduler = warm_up(optimizer)
+    for _ in range(2):
+        for features, labels in loader:
+            optimizer.zero_grad()
+            criterion(model(features), labels).backward()
+            optimizer.step()
+            scheduler.step()
+    assert engine.get_epsilon(DELTA) <= 1.0
 
 
 def test_epochs_and_declared_steps_agree(make_loader):

@@ -261,9 +261,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """`make_private` with the smallest noise that meets a target after `epochs` epochs.
 
         The target is for everything on this engine: what earlier runs spent is composed. It is met
-        for the decay that the optimizer has now, for `schedule` or else the learning
-        rate that it has now, without releases in between; another schedule or a release changes
-        epsilon, and `get_epsilon` tells.
+        for the decay that the optimizer has now, for `schedule` or else the learning rate that it
+        has now, without releases in between. A step with another rate is refused where epsilon
+        depends on it; another decay or a release changes epsilon, and `get_epsilon` tells.
 
         Args:
             target_epsilon: Met from below.
@@ -291,6 +291,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             lambda declared, earlier: self._calibrate(
                 declared, earlier, target_epsilon, target_delta, epochs
             ),
+            is_calibrated=True,
         )
 
     def _calibrate(
@@ -302,8 +303,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         epochs: int,
     ) -> float:
         mechanism = declared.mechanism
-        if "schedule" not in mechanism.refused:
-            declared.schedule.check_calibration(declared.optimizer)
         steps, total = epochs * declared.plan.num_batches, declared.schedule.num_steps
         if total is not None and total != steps:
             raise ValueError(
@@ -339,6 +338,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self,
         arguments: RunArguments,
         noise_of: Callable[[DeclaredRun, Sequence[AccountedRun]], float],
+        *,
+        is_calibrated: bool = False,
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         """Declares a run and starts it: in all of several processes, or in none."""
         group, relation = self._join(arguments), self.accountant.neighboring_relation
@@ -346,6 +347,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
         def prepare() -> tuple[DeclaredRun, float, list[AccountedRun]]:
             declared = DeclaredRun.of(arguments, relation, group)
+            if is_calibrated and "schedule" not in declared.mechanism.refused:
+                schedule = declared.schedule.at_rate_of(declared.optimizer)
+                declared = attrs.evolve(declared, schedule=schedule)
             earlier = self.accountant.earlier_runs(declared.inner)
             noise, planned = noise_of(declared, earlier), declared.schedule.num_steps or 1
             check_covered(declared.mechanism.event(declared, noise, planned), relation)

@@ -32,10 +32,12 @@ class DeclaredSchedule:
         num_steps: N, or None if it was not declared.
         learning_rates: Of the optimizer, shape (N,); shape (1,) for one constant; None if they were
             not declared.
+        target_rate: Learning rate that the noise was found for, where none were declared; or None.
     """
 
     num_steps: int | None = None
     learning_rates: np.ndarray | None = None
+    target_rate: float | None = None
 
     @classmethod
     def of(cls, schedule: Any, num_steps: int | None) -> DeclaredSchedule:
@@ -76,8 +78,8 @@ class DeclaredSchedule:
             return float(self.learning_rates[0]) * scale
         return Schedule.from_sequence(self.learning_rates[:num_steps] * scale, "learning_rate")
 
-    def check_calibration(self, optimizer: Optimizer) -> None:
-        """Refuses to find noise for the learning rate of the moment where a scheduler moves it.
+    def at_rate_of(self, optimizer: Optimizer) -> DeclaredSchedule:
+        """The schedule for which noise is found: without declared rates that of the moment.
 
         Args:
             optimizer: The wrapped optimizer.
@@ -87,7 +89,7 @@ class DeclaredSchedule:
                 declared.
         """
         if self.learning_rates is not None:
-            return
+            return self
         moved = [group for group in optimizer.param_groups if "initial_lr" in group]
         if moved:
             first, now = moved[0]["initial_lr"], moved[0]["lr"]
@@ -99,6 +101,7 @@ class DeclaredSchedule:
                 "step (of a LambdaLR with function f and base rate r: "
                 "[r * f(k) for k in range(num_steps)]), or one number if it stays what it is."
             )
+        return attrs.evolve(self, target_rate=float(optimizer.param_groups[0]["lr"]))
 
     def admit(self, step: int) -> None:
         """Raises UnsupportedRunError if all declared steps were taken; the model stays covered."""
@@ -112,10 +115,20 @@ class DeclaredSchedule:
 
     def check_rate(self, step: int, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError if a step uses another rate than the declared one."""
-        rates = self.learning_rates
-        if rates is None:
+        rates, target = self.learning_rates, self.target_rate
+        if rates is None and target is None:
             return
         rate = float(optimizer.param_groups[0]["lr"])
+        if rates is None:
+            assert target is not None
+            if not math.isclose(rate, target, rel_tol=_ROUNDING):
+                raise UnsupportedRunError(
+                    f"step {step} uses learning rate {rate:.8g}, expected {target:.8g}, for which "
+                    "make_private_with_epsilon found the noise: with another one epsilon may miss "
+                    "the target. The step was not taken. Pass schedule= to "
+                    "make_private_with_epsilon, one rate for every logical step."
+                )
+            return
         declared = float(rates[0 if len(rates) == 1 else step - 1])
         if not math.isclose(rate, declared, rel_tol=_ROUNDING):
             raise UnsupportedRunError(
