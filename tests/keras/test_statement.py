@@ -6,6 +6,7 @@ import re
 import attrs
 import dp_accounting
 import pytest
+from declared_lines import OF_EVERY_RUN
 from dp_accounting import NeighboringRelation, rdp
 
 import hidden_state_accountants as hsa
@@ -58,6 +59,7 @@ def test_what_is_protected_and_assumed():
     assert "protects the release of the final model. It does not protect" in flat
     assert "LossGeometry.convex(smoothness=0.5)" in flat
     assert "Declared by you:" in text
+    assert all(line in flat for line in OF_EVERY_RUN)
     assert max(map(len, text.splitlines())) <= 80
     released = attrs.evolve(EVENT, release_steps=(100, 200))
     text = " ".join(compute_last_iterate_privacy_statement(released, DELTA).split())

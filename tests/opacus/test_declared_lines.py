@@ -28,6 +28,7 @@ def test_a_private_engine(make_run, options, more):
         run.epoch()
     guarantee, every = run.engine.guarantee, (*OF_EVERY_RUN, FIXED_RECORDS, GEOMETRY)
     assert listed(guarantee, every) == [*OF_EVERY_RUN, *more]
+    assert listed(run.engine.accountant.guarantee, every) == [*OF_EVERY_RUN, *more]
 
 
 @pytest.mark.parametrize("declared", [None, {"loss_geometry": SOFTMAX}])

@@ -55,7 +55,8 @@ class AccountedRun:
         """Of what was recorded, with everything that is taken on trust."""
         guarantee = self.recorder.guarantee(relation)
         own = self.schedule.assumptions(self.recorder, guarantee.assumptions)
-        return attrs.evolve(guarantee, assumptions=merge_assumptions([own, self.assumptions]))
+        listed = merge_assumptions([own, OF_EVERY_RUN, self.assumptions])
+        return attrs.evolve(guarantee, assumptions=listed)
 
     def state_dict(self) -> dict[str, Any]:
         """The recorder's, with what was declared; what is checked is checked again."""

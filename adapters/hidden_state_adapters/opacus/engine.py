@@ -31,7 +31,6 @@ from hidden_state_accountants.guarantee import (
     merge_assumptions,
     replace_assumptions,
 )
-from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Run
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.calibration import calibrate_noise_after
@@ -504,7 +503,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         is_computed_here = run is not None and isinstance(run.source, KnownHeadRun)
         own = [
             *([] if is_computed_here else [Assumption.declared(_NOT_SEEN)]),
-            *OF_EVERY_RUN,
             Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),
         ]
         own += [] if run is None else run.assumptions

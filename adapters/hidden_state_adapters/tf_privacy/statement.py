@@ -11,6 +11,7 @@ from hidden_state_accountants import (
     LastIterateDpEvent,
     validate,
 )
+from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.description import describer_of
 from hidden_state_accountants.runs.statement import Statement
 
@@ -45,4 +46,5 @@ def compute_last_iterate_privacy_statement(
         raise TypeError(text) from error
     accountant = LastIterateAccountant(validate.neighboring_relation(neighboring_relation))
     guarantee = accountant.compose(event).guarantee
-    return Statement([event], guarantee, guarantee.assumptions, delta).paragraphs()
+    assumptions = (*OF_EVERY_RUN, *guarantee.assumptions)
+    return Statement([event], guarantee, assumptions, delta).paragraphs()

@@ -22,7 +22,6 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batch_order
-from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.accounted import AccountedRun, declared_by
@@ -217,7 +216,6 @@ class StockRun(AccountedRun):
             Assumption.checked(f"the loader deals {reading.description}"),
             *([OWN_COINS] if has_own_coins(reading.sampler) else []),
             on_trust(self._order, loss, self._radius),
-            *OF_EVERY_RUN,
         )
 
     def _new_recorder(self) -> RunRecorder:
