@@ -101,8 +101,8 @@ def draws(run):
 
 MISUSE = {
     "no closure": (no_closure, "got no closure"),
-    "other inputs": (in_the_second_block(lambda r, b: r.backward(BATCHES[1])), "different inputs"),
-    "another batch": (draws, "different inputs"),
+    "other inputs": (in_the_second_block(lambda r, b: r.backward(BATCHES[1])), "the loader drew"),
+    "another batch": (draws, "the loader drew"),
     "two forwards": (
         in_the_second_block(two_forwards),
         "follows 2 training passes|no per-example gradients",
@@ -136,6 +136,12 @@ def test_what_the_loop_does_otherwise(name, epochs):
         run.train()
     with pytest.raises((hsa.UnsupportedRunError, ValueError)):
         _ = run.event
+
+
+def test_blocks_of_mapped_records_have_one_batch():
+    run = Session(loop_maps_records=True)
+    with pytest.raises(hsa.UnsupportedRunError, match="different inputs"):
+        draws(run)
 
 
 def test_batches_in_pieces():

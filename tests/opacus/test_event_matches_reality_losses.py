@@ -176,7 +176,7 @@ RAISES = [
 
 @each_row(("loop", "text", "steps"), RAISES)
 def test_a_different_loop_raises(make_run, loop, text, steps):
-    run = make_run()
+    run = make_run(loop_maps_records=loop in (features_too_long, not_a_number))
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         loop(run)
     assert run.steps == steps
