@@ -188,6 +188,19 @@ def the_sequence_comes_first():
     train(private(SequenceFirst(), vectors(5, 8)))
 
 
+def a_sequence_as_long_as_the_batch(**mode):
+    """Every position has a row then, and a record is in all of them: 4 clip norms and more."""
+    train(private(SequenceFirst(), vectors(BATCH, 8), **mode))
+
+
+def a_sequence_in_functorch():
+    a_sequence_as_long_as_the_batch(grad_sample_mode="functorch")
+
+
+def a_sequence_in_ghost_clipping():
+    a_sequence_as_long_as_the_batch(grad_sample_mode="ghost")
+
+
 def no_gradients_of_records():
     private(network(), grad_sample_mode="no_op")
 
@@ -249,6 +262,9 @@ REFUSALS = [
         r"positions.weight .*one for the whole.*expand\(len\(x\), -1",
     ),
     (the_sequence_comes_first, "attention.qlinear.weight.*the sequence.*batch_first=True"),
+    (a_sequence_as_long_as_the_batch, "step 1: .*attention.qlinear.*the sequence.*batch_first"),
+    (a_sequence_in_functorch, "step 1: .*attention.qlinear.*the sequence.*batch_first"),
+    (a_sequence_in_ghost_clipping, "step 1: .*attention.qlinear.*the sequence.*batch_first"),
     (no_gradients_of_records, 'Use "functorch"'),
     (targets_of_another_shape, r"\(b, 1\) .*\(b,\) .*\(b, b\)\. Use target.unsqueeze\(1\)"),
     (several_optimizers, "one optimizer, got 2.*a parameter group for each"),

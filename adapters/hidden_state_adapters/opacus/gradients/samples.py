@@ -13,7 +13,7 @@ from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.norms import joint_norms, to_precision
 from hidden_state_adapters.opacus.gradients.precision import exact_products, is_half
 
-_NAMED = 4  # parameters in an error
+_NAMED = 4  # in an error
 
 NO_GRADIENTS = (
     "got no per-example gradients for a trainable parameter. Call the private model in train() "
@@ -121,12 +121,21 @@ def _why_rows_differ(rows: Mapping[str, int], expected: int | None) -> str:
             "torch.arange(length)[None]). Expand it to the batch (positions.expand(len(x), -1)), "
             "or freeze the parameter with requires_grad_(False)."
         )
+    return why_not_records(names)
+
+
+def why_not_records(names: Sequence[str]) -> str:
+    """Why the rows of gradients are of something else than records.
+
+    Args:
+        names: Parameters or layers with such rows.
+    """
     return (
-        f"expected a gradient of {', '.join(names[:_NAMED])} for every record, got other rows than "
-        "in the other parameters: Opacus counts records along the first dimension of what goes "
-        "into a layer, and here another one comes first (the sequence, as in attention without "
-        "batch_first=True?). Pass the batch first, with batch_first=True in the layer, or "
-        "flatten what is no record into another dimension."
+        f"expected gradients of {', '.join(names[:_NAMED])} for every record, got rows of "
+        "something else: Opacus counts records along the first dimension of what goes into a "
+        "layer, and here another one comes first (the sequence, as in attention without "
+        "batch_first=True?). Pass the batch first, with batch_first=True in the layer, or flatten "
+        "what is no record into another dimension."
     )
 
 

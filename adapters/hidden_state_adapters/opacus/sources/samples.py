@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleHooks
+from opacus.layers.dp_rnn import RNNLinear
 from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -33,8 +34,9 @@ from hidden_state_adapters.opacus.gradients.samples import (
     is_in_full_precision,
     rows_of,
     sum_of,
+    why_not_records,
 )
-from hidden_state_adapters.opacus.sources.apart import Call, outputs_of
+from hidden_state_adapters.opacus.sources.apart import Call, halves, outputs_of
 from hidden_state_adapters.opacus.sources.base import ONE_CALL, Hooks, Source
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
@@ -73,6 +75,9 @@ class SampledRun(Source):
         self._trained = [part for _, part in trainable_modules(module)]
         self._calls: list[Call] = []  # of the passes since the last piece that count
         self._open = 0  # the last ones of them, whose backward pass is not over
+        self._counting = self._trained  # layers at which Opacus counts the records of a batch
+        self._miscounted: set[nn.Module] = set()  # those of them that count something else
+        self._whole = 0  # records of the batch that is looked at
         self._strayed: Figure = False  # whether a pass used other weights
         self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
         self._hooks = None if self._is_composed else Hooks(self._modules)
@@ -87,6 +92,8 @@ class SampledRun(Source):
         Args:
             private: What `private_module` made.
         """
+        if isinstance(private, GradSampleHooks):
+            self._counting = list(private.iterate_submodules(self._module))
         if isinstance(private, GhostModule):
             self.ghost = private
         elif isinstance(private, GradSampleHooks):
@@ -138,7 +145,7 @@ class SampledRun(Source):
             return self._begin_ghost(piece)
         piece.gradients = SampleGradients()
         try:
-            return rows_of(self._named(piece.params), self._rows_in())
+            return rows_of(self._named(piece.params), self._rows_of(self.inputs))
         except UnsupportedRunError as error:
             raise UnsupportedRunError(f"step {piece.step}: {error}") from None
 
@@ -146,9 +153,11 @@ class SampledRun(Source):
         known = {id(param): name for name, param in self._module.named_parameters()}
         return {known.get(id(param), str(i)): param for i, param in enumerate(params)}
 
-    def _rows_in(self) -> int | None:
-        """The rows of what went into the model; None where nobody knows."""
-        return next((x.shape[self._dim] for x in self.inputs if x.dim() > self._dim), None)
+    def _rows_of(self, values: Iterable[Any], dim: int | None = None) -> int | None:
+        """The rows of the first tensor that has some; None where nobody knows."""
+        dim = self._dim if dim is None else dim
+        tensors = (x for x in values if isinstance(x, torch.Tensor))
+        return next((x.shape[dim] for x in tensors if x.dim() > dim), None)
 
     def _begin_ghost(self, piece: Piece) -> int:
         norms = self.ghost._per_sample_gradient_norms  # that Opacus clipped with
@@ -173,7 +182,12 @@ class SampledRun(Source):
             found["other_inputs"] = self._has_other_inputs()
         if self._reached.listens and self.ghost is None:
             found["beside"] = self._reached.beside(piece, piece.rows if self._divides else 1)
-        return {**found, **self._look_once(piece, self._computed)}
+        self._whole = piece.rows
+        found |= self._look_once(piece, self._computed)
+        if self._miscounted:
+            names = [name for name, part in self._modules if part in self._miscounted]
+            raise UnsupportedRunError(f"step {piece.step}: {why_not_records(names)}")
+        return found
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """See `Source.judge`."""
@@ -196,7 +210,21 @@ class SampledRun(Source):
 
     def _computed(self, call: Call) -> list[torch.Tensor]:
         args, kwargs = call
-        found = tree_leaves(self._module(*args, **kwargs))
+        rows = {self._rows_of([x]) for x in tensors_of(call)}
+        is_part = self._whole not in rows and not rows.isdisjoint(map(len, halves(self._whole)))
+
+        def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            # A sequence that is as long as the batch has records stays so in a part of it.
+            dim = 0 if isinstance(layer, RNNLinear) else self._dim
+            if is_part and self._rows_of(inputs[:1], dim) == self._whole:
+                self._miscounted.add(layer)
+
+        handles = [layer.register_forward_pre_hook(note) for layer in self._counting]
+        try:
+            found = tree_leaves(self._module(*args, **kwargs))
+        finally:
+            for handle in handles:
+                handle.remove()
         return [x for x in found if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
     def used(self, piece: Piece) -> None:
