@@ -339,6 +339,17 @@ def test_a_copy_trains_nothing(made):
     assert engine.privacy_event.num_steps == 2 * RECORDS // BATCH
 
 
+def test_a_model_is_made_private_again_and_again():
+    """By itself, by its wrapper and by an older wrapper."""
+    module, engine = network(), HiddenStatePrivacyEngine()
+    run = private(module, engine=engine)
+    train(run)
+    for again in (module, run[1], run[1]):
+        train(private(again, engine=engine))
+    assert len(engine.accountant.recorders) == 4
+    assert engine.get_epsilon(1e-5) > 1
+
+
 def test_an_average_of_iterates_costs_nothing_under_composition():
     run = private(network())
     engine, model, _, _, loader = run

@@ -198,12 +198,12 @@ def private_module(module: Any, *, grad_sample_mode: str, wrap_model: bool, **op
 
 def without_hooks(module: Any) -> Any:
     """Takes off Opacus' wrapper, and the hooks of a model that was private, or is a copy of one."""
-    if isinstance(module, AbstractGradSampleModule):
-        module.remove_hooks()
-        module = module._module
-    for handle in vars(module).pop("autograd_grad_sample_hooks", ()):
+    inner = module._module if isinstance(module, AbstractGradSampleModule) else module
+    for handle in vars(inner).pop("autograd_grad_sample_hooks", ()):
         handle.remove()
-    return module
+    if inner is not module:
+        module.remove_hooks()
+    return inner
 
 
 class HeadModule(AbstractGradSampleModule):
