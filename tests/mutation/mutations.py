@@ -155,12 +155,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "param.dtype",
             ),
         },
-        "opacus/test_composition_as_opacus.py": {
-            "sums_of_gradients_are_made_in_half_precision": (
-                "torch.float32 if is_half(param) else param.dtype",
-                "param.dtype",
-            ),
-        },
     },
     "../adapters/hidden_state_adapters/opacus/sources/apart.py": {
         "opacus/test_records_apart.py": {
