@@ -107,6 +107,22 @@ def test_moved_cast_and_reshaped_is_the_same(make_run, kind):
     assert [one.status for one in lines] == [Status.CHECKED]
 
 
+def test_records_in_the_second_dimension(make_run):
+    class Mean(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).mean(0)
+
+    for length in (7, 10):  # as many as records, too
+        sequences = TensorDataset(torch.randn(60, length, 5), torch.arange(60) % 3)
+        model = Mean(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
+        run = a_run(make_run, "DiceSGD", model=lambda m=model: m, data=sequences, batch_first=False)
+        run.epoch((x.movedim(0, 1), y) for x, y in run.loader)
+        batches = iter(run.loader)
+        run.step((next(batches)[0].movedim(0, 1), torch.arange(10) % 3))
+        with pytest.raises(hsa.UnsupportedRunError, match="not what the loader drew"):
+            run.step((next(batches)[0].flip(0).movedim(0, 1), torch.arange(10) % 3))
+
+
 class Noisy(Dataset):
     def __len__(self):
         return 60

@@ -33,6 +33,7 @@ class Taken:
         cursor: Says which batch the loop is working on.
         loader: The user's, whose data set and collate_fn make the pieces of BatchMemoryManager.
         inputs: The tensors that went into the model in the latest training pass.
+        dim: The dimension that counts their records.
         is_composed: Whether every step counts, so that the loop may do what Opacus lets it do.
         maps_records: Whether the loop maps records before the model, which was declared.
     """
@@ -50,10 +51,12 @@ class Taken:
         loader: Any,
         inputs: Callable[[], Sequence[torch.Tensor]],
         *,
+        dim: int,
         is_composed: bool,
         maps_records: bool,
     ):
         self._plan, self._cursor, self._loader, self._inputs = plan, cursor, loader, inputs
+        self._dim = dim
         self._compares = not (is_composed or maps_records)
         self._is_mapped = maps_records and not is_composed
 
@@ -166,7 +169,7 @@ class Taken:
         """Whether the training pass was on something else than the batch whose turn it is."""
         if not piece.rows or not (self._compares or self._cursor.was_fetched_ahead):
             return {"other_batch": False}
-        return {"other_batch": holds_others(self._inputs(), self.unwritten)}
+        return {"other_batch": holds_others(self._inputs(), self.unwritten, self._dim)}
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if it was."""
@@ -184,9 +187,10 @@ class Taken:
         raise UnsupportedRunError(
             f"step {piece.step}: what went into the model is not what the loader drew, moved, "
             "cast or reshaped, or was changed in place. Whether the loop mixes records (mixup, "
-            "statistics of the batch) nobody can see: map the records in the data set, the "
-            "collate_fn or the model (call the private model, with its backbone inside). Or "
-            "declare with loop_maps_records=True that the loop maps every record by itself."
+            "statistics of the batch) nobody can see: map the records, and make masks and initial "
+            "states, in the data set, the collate_fn or the model (call the private model, with "
+            "its backbone inside). Or declare with loop_maps_records=True that the loop maps every "
+            "record by itself."
             f"{again}"
         )
 
@@ -194,7 +198,7 @@ class Taken:
         """Which of the delivered batches went into the model, for an error."""
         taken = self._cursor.taken
         for batch in (*([] if taken is None else [taken]), *self._cursor.waiting):
-            if not holds_others(self._inputs(), batch.tensors):
+            if not holds_others(self._inputs(), batch.tensors, self._dim):
                 return batch.index
         return None
 
@@ -227,11 +231,17 @@ class Taken:
         self._cursor.resume_at(steps)
 
 
-def holds_others(inputs: Sequence[torch.Tensor], batch: Sequence[torch.Tensor]) -> Figure:
-    """Whether `inputs` are none, or one of them is not a tensor of `batch`."""
+def holds_others(
+    inputs: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], dim: int = 0
+) -> Figure:
+    """Whether `inputs` are none, or one of them is not a tensor of `batch`.
+
+    The loader may have the records, which `dim` counts in the inputs, in the first dimension.
+    """
     if not inputs:
         return True
-    return any_of([all_of([_differ(x, part) for part in batch]) for x in inputs])
+    views = [[x, x.movedim(dim, 0)] if 0 < dim < x.dim() else [x] for x in inputs]
+    return any_of([all_of([_differ(x, part) for x in own for part in batch]) for own in views])
 
 
 def _differ(value: torch.Tensor, part: torch.Tensor) -> Figure:

@@ -79,6 +79,7 @@ class TrainingRun:
             self.cursor,
             loader,
             lambda: self.source.inputs,
+            dim=_dim(declared),
             is_composed=declared.mechanism.is_composed,
             maps_records=declared.arguments.loop_maps_records,
         )
@@ -266,12 +267,17 @@ class TrainingRun:
         note_branch(self.id, self.record)
 
 
+def _dim(declared: DeclaredRun) -> int:
+    """The dimension of what goes into the model that counts its records."""
+    return 0 if declared.arguments.opacus.get("batch_first", True) else 1
+
+
 def _source(declared: DeclaredRun, batch: Taken) -> Source:
     is_composed = declared.mechanism.is_composed
     arguments, known, module = declared.arguments, declared.known_criterion, declared.inner
     calls_it = arguments.is_ghost and declared.head is None  # record by record
     options: dict[str, Any] = {
-        "dim": 0 if arguments.opacus.get("batch_first", True) else 1,
+        "dim": _dim(declared),
         "has_loss": declared.loss is not None and known is None,
         "lipschitz": declared.lipschitz,
         "is_composed": is_composed,
