@@ -16,6 +16,21 @@ def round_up(value: float, digits: int) -> float:
     return rounded
 
 
+def large_delta(delta: float, records: int) -> str:
+    """Returns what is said of a delta that protects nobody; "" for one below 1/n.
+
+    Args:
+        delta: Delta of the guarantee.
+        records: Number n of records.
+    """
+    if not delta * records >= 1:
+        return ""
+    return (
+        f"delta = {delta:g} is not below 1/n for n = {records} records: publishing one record, "
+        "drawn at random, would have this delta and epsilon 0. Choose delta far below 1/n."
+    )
+
+
 def text_up(value: float, digits: int = 5) -> str:
     """A figure with so many significant digits, rounded up."""
     return f"{round_up(value, digits):.{digits}g}"

@@ -32,6 +32,7 @@ from hidden_state_accountants.ledger import active_budget, budget_at
 from hidden_state_accountants.runs.assumptions import ONE_EXAMPLE, PUBLIC_CALLS
 from hidden_state_adapters import temperature
 from hidden_state_adapters.own_noise import OWN_NOISE, OwnGenerator
+from hidden_state_adapters.public_numbers import warn_of_delta
 
 INTERCEPT_SHARE = 0.3
 """The constant feature of an intercept, in norms of a record."""
@@ -131,6 +132,7 @@ class Recipe:
             has_temperature: Whether a temperature is, where that pays.
             **options: Loss, classes and clip norm, for `hidden_state_accountants.recommend`.
         """
+        warn_of_delta(target.delta, shape[0])
         statistics = target.share(_STATISTICS) if has_statistics else None
         of_temperature = None
         if has_temperature and target.temperature_pays(shape[0]):

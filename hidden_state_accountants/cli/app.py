@@ -14,7 +14,7 @@ import typer
 import hidden_state_accountants as hsa
 from hidden_state_accountants.cli import fields, output
 from hidden_state_accountants.cli.fields import completed_by, with_run
-from hidden_state_accountants.figures import round_up
+from hidden_state_accountants.figures import large_delta, round_up
 
 if TYPE_CHECKING:  # the help needs nothing of this
     from hidden_state_accountants.cli.run_file import RunDescription
@@ -415,6 +415,8 @@ def recommend(
         epochs=epochs,
         neighboring_relation=relation,
     )
+    if text := large_delta(delta, dataset_size):
+        output.note(text)
     if json:
         output.json(found.to_dict())
     else:

@@ -24,7 +24,7 @@ from rich.progress import Progress as BarOfRich
 from rich.table import Table
 from rich.text import Text
 
-from hidden_state_accountants.figures import text_up
+from hidden_state_accountants.figures import large_delta, text_up
 
 if TYPE_CHECKING:  # the help needs nothing of this
     import numpy as np
@@ -94,6 +94,9 @@ def guarantee(
     found: RunDescription, proved: Guarantee, figures: Mapping[str, Any], as_json: bool
 ) -> None:
     """The figures, the first of which is the answer, with theorem and relation."""
+    records = getattr(found.event, "dataset_size", 0)
+    if next(iter(figures)) != "delta" and (text := large_delta(found.delta, records)):
+        note(text)
     if as_json:
         event: Any = found.event
         json(

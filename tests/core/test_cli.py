@@ -73,6 +73,15 @@ def test_epsilon_from_a_file_from_flags_and_from_both(folder, hsa_json):
     assert found["epsilon"] == epsilon(cyclic_run(noise_multiplier=4.0, num_steps=12), 1e-6)
 
 
+def test_a_delta_that_protects_nobody_is_named(folder, capsys):
+    text = "not below 1/n for n = 20 records"
+    for delta, is_said in (("0.05", True), ("1e-3", False)):
+        assert run(["epsilon", "run.toml", "--delta", delta, "--quiet"]) == 0
+        assert (text in capsys.readouterr().err) == is_said
+    assert run("recommend --dataset-size 50 --epsilon 1 --delta 0.1".split()) == 0
+    assert "n = 50 records" in capsys.readouterr().err
+
+
 def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
     event = hsa_json(
         "epsilon --noise-multiplier 1 --learning-rate 0.25 --clip-norm none --batch-size 4 "

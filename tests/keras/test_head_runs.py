@@ -280,3 +280,18 @@ def test_a_model_of_ones_own_and_of_several_inputs():
     model.compile(tf.keras.optimizers.SGD(0.5, weight_decay=0.1), loss())
     model.fit({"left": X[:, :1], "right": X[:, 1:]}, Y, batch_size=BATCH, epochs=2, verbose=0)
     check_honest(model)
+
+
+def test_numbers_that_have_to_be_public():
+    """The largest norm of the examples as their bound, and a delta of 1/n."""
+    rows = X * np.linspace(0.5, 1.9, RECORDS, dtype="float32")[:, None]
+    longest = float(np.linalg.norm(rows.astype(np.float64), axis=1).max())
+    model = HiddenStateSequential(
+        [layers.Dense(CLASSES)], l2_norm_clip=0.5, noise_multiplier=1.0,
+        **{**AUTO, "feature_norm": longest},
+    )  # fmt: skip
+    model.compile(tf.keras.optimizers.SGD(0.5), loss())
+    with pytest.warns(UserWarning, match="is the largest norm of the data"):
+        model.fit(rows, Y, batch_size=BATCH, epochs=1, verbose=0)
+    with pytest.warns(UserWarning, match=r"not below 1/n for n = 24 records"):
+        model.get_epsilon(0.05)

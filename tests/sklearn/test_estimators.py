@@ -329,3 +329,20 @@ def test_models_for_two_of_several_classes(meta, classes, monkeypatch):
     for classes in ([0, 1, 2], ["a", "b", "c"], ["a", "b"]):
         with pytest.raises(hsa.UnsupportedRunError, match="fit PrivateClassifier alone"):
             meta(make_pipeline(classifier(classes=classes))).fit(X, NAMES)
+
+
+def test_numbers_that_have_to_be_public():
+    """A delta of 1/n, and the largest norm of the records as the norm to clip to."""
+
+    def said(**settings):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            classifier(**settings).fit(X, NAMES)
+        return " ".join(str(w.message) for w in caught)
+
+    longest = float(np.linalg.norm(X, axis=1).max())
+    assert "not below 1/n for n = 900 records" in said(delta=0.01)
+    assert "not below 1/n" not in said(delta=1e-5)
+    assert "is the largest norm of the data" in said(normalization="clip", feature_norm=longest)
+    assert "is the largest norm" not in said(normalization="clip", feature_norm=1.0)
+    assert "is the largest norm" not in said(feature_norm=longest)

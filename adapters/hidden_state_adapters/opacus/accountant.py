@@ -39,6 +39,7 @@ from hidden_state_adapters.opacus.run.registry import Lineage, end_other_runs, n
 from hidden_state_adapters.opacus.run.settings import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.opacus.stock.made import MadePrivate, take_over_noise
 from hidden_state_adapters.opacus.stock.run import ON_TRUST, OWN_COINS, StockDeclaration, StockRun
+from hidden_state_adapters.public_numbers import warn_of_delta
 
 MECHANISM = "hidden_state"
 
@@ -373,7 +374,14 @@ class HiddenStateAccountant(IAccountant):
         if self._history and not self._has_warned:
             self._has_warned = True
             warnings.warn(_UNDECLARED, UserWarning, stacklevel=3)
-        return self.guarantee.epsilon(delta)
+        value = self.guarantee.epsilon(delta)
+        self.warn_of_delta(delta)
+        return value
+
+    def warn_of_delta(self, delta: float) -> None:
+        """Warns of a delta of 1/n and more; there are runs, or nothing is said."""
+        sizes = [r.event().dataset_size for r in self.recorders if r.num_steps]
+        warn_of_delta(delta, max(sizes, default=0))
 
     @property
     def guarantee(self) -> Guarantee:

@@ -55,6 +55,7 @@ from hidden_state_adapters.opacus.run.training import SECTION, TrainingRun
 from hidden_state_adapters.opacus.sources.base import LOSS_OF_RECORDS
 from hidden_state_adapters.opacus.sources.samples import SampledRun
 from hidden_state_adapters.opacus.wrappers import HeadModule, RowLosses, private_module
+from hidden_state_adapters.public_numbers import warn_of_delta, warn_of_longest
 
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")
@@ -309,6 +310,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 f"batches), got {total} declared steps. Make epochs and num_steps (or the length "
                 "of schedule) agree."
             )
+        warn_of_delta(target_delta, declared.batches["dataset_size"])
         return calibrate_noise_after(
             [
                 recorder.event()
@@ -400,6 +402,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         is_first = opacus.get("batch_first", True)
         loader = private_loader(loader, plan, run.cursor, batch_first=is_first)
         run.modules = (arguments.module, declared.inner, module)
+        norm = arguments.feature_norm
+        if norm is not None and declared.head is declared.inner and loader.rows is not None:
+            warn_of_longest(loader.rows.norms(), norm)
         if not arguments.is_ghost:
             return module, optimizer, loader
         criterion = arguments.criterion
@@ -526,6 +531,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """
         events = [run.event() for run in self._recorded()]
         guarantee = self.accountant.guarantee
+        self.accountant.warn_of_delta(delta)
         notes = {"update_rule": "any"}  # a checkpoint alone does not say
         if self._run is not None:
             mechanism = self._run.optimizer.mechanism

@@ -16,6 +16,7 @@ from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.ledger import active_budget
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.own_noise import OwnGenerator
+from hidden_state_adapters.public_numbers import warn_of_longest
 from hidden_state_adapters.recipe import (
     INTERCEPT_SHARE,
     PrintedProgress,
@@ -26,7 +27,7 @@ from hidden_state_adapters.recipe import (
 from hidden_state_adapters.sklearn.data_checks import Lineage, look_at
 from hidden_state_adapters.sklearn.preprocessing import STEPS, Statistics, release_statistics
 from hidden_state_adapters.sklearn.record_weights import class_weights, sample_weights
-from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records, blocks_of
+from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records, blocks_of, row_norms
 from hidden_state_adapters.sklearn.steps import Targets, gradient_sum
 from hidden_state_adapters.temperature import clipped_losses
 
@@ -223,6 +224,8 @@ class PrivateLinearModel(BaseEstimator):
                 recipe.statistics.noise_multiplier,
                 generator.normal,
             )
+        if statistics is None and self.normalization == "clip":
+            warn_of_longest(row_norms(X), self._feature_norm())
         records, run = self._records(X, statistics), recipe.run
         clip_norm = float(run.event.per_step("clip_norm")[0])
 

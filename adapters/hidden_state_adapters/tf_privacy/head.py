@@ -22,6 +22,7 @@ from hidden_state_adapters.curved_batches import (
     curvature_matters,
     remedy,
 )
+from hidden_state_adapters.public_numbers import warn_of_longest
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import (
     ExampleGradients,
@@ -296,6 +297,7 @@ def check_norms(features: tf.Tensor, feature_norm: float) -> None:
         UnsupportedRunError: The text names the example.
     """
     norms = np.linalg.norm(features.numpy().astype(np.float64), axis=1)
+    warn_of_longest(norms, feature_norm)
     worst = int(np.argmax(np.where(np.isnan(norms), np.inf, norms)))
     if not norms[worst] <= feature_norm * (1 + SLACK):
         raise refusal(

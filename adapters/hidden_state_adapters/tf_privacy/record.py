@@ -30,6 +30,7 @@ from hidden_state_accountants.guarantee import merge_assumptions, replace_assump
 from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_accountants.runs.statement import Statement
+from hidden_state_adapters.public_numbers import warn_of_delta
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.origins import Origin, PastRun, RunState, digest, live_run
@@ -772,6 +773,7 @@ class Figures:
         """
         record = self._recorded()
         record.check_iterate()
+        warn_of_delta(delta, record.event().dataset_size)
         return record.guarantee().epsilon(delta)
 
     def compare(self, delta: float = 1e-5) -> Comparison:

@@ -293,7 +293,7 @@ class OrderedDataLoader(DataLoader):
     """
 
     batch_sampler: OrderedBatchSampler
-    rows: Dataset | None = None
+    rows: _Rows | None = None
     # Accelerator.prepare would build another loader around the batch sampler, whose batches could
     # not be told apart; what carries this mark it returns as it is. (The loop moves the batches.)
     _is_accelerate_prepared = True
@@ -399,6 +399,12 @@ class _Rows(Dataset):
         if not are_rows:
             return None
         return cls(dataset.tensors, None if places is None else places % len(dataset))
+
+    def norms(self) -> np.ndarray:
+        """The norm of the first tensor of every record."""
+        first = self._tensors[0].detach().reshape(len(self._tensors[0]), -1)
+        found = torch.linalg.vector_norm(first.float(), dim=1).cpu().numpy()
+        return found if self._places is None else found[self._places]
 
     def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
         places = np.asarray(indices, dtype=np.int64)
