@@ -264,6 +264,7 @@ def test_examples_of_files_and_of_two_parts_are_taken(two_files):
     for dataset in (lines, parts, columns):
         assert cyclic_dataset(dataset, batch_size=4).batches.used == 12
     assert cyclic_dataset(cut(SERIES, 4), batch_size=1).batches.used == 3
+    assert cyclic_dataset(X, np.eye(12)[::-1], batch_size=4).batches.used == 12  # one-hot targets
 
 
 def test_equal_examples_are_warned_about(caplog):

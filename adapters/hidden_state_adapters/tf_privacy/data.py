@@ -387,8 +387,8 @@ def _check_each_once(arrays: Any, *, is_read: bool) -> None:
     here; of arrays they give a warning.
 
     Args:
-        arrays: A structure of arrays whose first axis is that of the examples; what is no array
-            (a sparse matrix) is not looked at.
+        arrays: Examples, then targets: structures of arrays whose first axis is that of the
+            examples; what is no array (a sparse matrix) is not looked at.
         is_read: Whether a pipeline or a generator gave the examples, which may repeat them.
 
     Raises:
@@ -398,7 +398,7 @@ def _check_each_once(arrays: Any, *, is_read: bool) -> None:
     if not all(isinstance(part, np.ndarray | tf.Tensor) for part in given):
         return
     parts = [np.ascontiguousarray(part) for part in given]
-    if any(map(_slides, parts)):
+    if any(map(_slides, parts[: len(tf.nest.flatten(arrays[0]))])):  # not the targets
         raise refusal(
             "Expected examples that do not overlap, got windows, each of which begins with what "
             "the one before it ends with: what happened at one time would be in several examples, "
