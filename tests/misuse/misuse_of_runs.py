@@ -302,6 +302,11 @@ def weights_written_after_an_epoch(trial):
     return {"num_steps": 2 * STEPS}
 
 
+def convex_loss_of_two_layers(trial):
+    trial.begin_with_a_convex_loss_of_two_layers()
+    trial.epoch()
+
+
 def number_of_records_in_the_divisor(trial):
     trial.begin_under_add_or_remove()
     trial.epoch()

@@ -510,6 +510,12 @@ class ModelTrial(OnKeras):
     def begin_anew(self):
         self.compile()
 
+    def begin_with_a_convex_loss_of_two_layers(self):
+        if "loss_geometry" not in self.said:
+            raise NotImplementedError("convexity is of no use")
+        self.said = {"loss_geometry": hsa.LossGeometry.convex(0.5, 2**0.5)}
+        self.build()
+
     def begin_under_add_or_remove(self):
         relation = {"neighboring_relation": "add_or_remove_one"}
         self.group(BATCH, **relation, batch_order="poisson", loss_geometry=None)

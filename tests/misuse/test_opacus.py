@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from trial import BATCH, RECORDS, Trial
 
+from hidden_state_accountants import LossGeometry
 from hidden_state_adapters.opacus import (
     BlockCoordinateOptimizer,
     DiceAdamOptimizer,
@@ -333,6 +334,17 @@ class OpacusTrial(Trial):
 
     def account_again(self):
         self.made_private(HiddenStatePrivacyEngine())
+
+    def begin_with_a_convex_loss_of_two_layers(self):
+        if self.is_composed or "error_max_grad_norm" in self.arguments:
+            raise NotImplementedError("convexity is of no use")
+        self.model.backbone.requires_grad_(True)
+        convex = {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": None}
+        self.arguments = {**self.arguments, **convex}
+        model = self.model  # all of it in one group, and in one block
+        self.base = lambda head, rate: torch.optim.SGD(model.parameters(), lr=rate)
+        self.engine = HiddenStatePrivacyEngine()
+        self.private, self.optimizer, self.loader = self.made_private(self.engine)
 
     def copy_to_another_engine(self):
         model = getattr(self.private, "_module", self.private)

@@ -205,6 +205,10 @@ class Trial:
         """Poisson batches, whose rate and divisor follow from the number of records."""
         raise NotImplementedError("rate and divisor are declared")
 
+    def begin_with_a_convex_loss_of_two_layers(self):
+        """Anew, with a declared geometry that no loss of two trained layers has."""
+        raise NotImplementedError("convexity is of no use")
+
     def copy_to_another_engine(self):
         """Goes on with a deep copy of the model on a fresh engine."""
         raise NotImplementedError("weights are copied by value")
