@@ -119,9 +119,10 @@ def test_without_the_norm_of_the_features_it_is_refused():
 
 
 def test_of_other_models_it_is_the_users_word():
-    def deep(bias):
-        return [tf.keras.layers.Dense(4), *layers(bias)]
+    def convolution(bias):
+        own = tf.keras.layers
+        return [own.Reshape((D, 1)), own.Conv1D(K, D, use_bias=bias), own.Flatten()]
 
     loss = hsa.LossGeometry.convex(1.0).with_curvature(0.01)
-    model = owned(loss, feature_norm=None, made_of=deep)
+    model = owned(loss, feature_norm=None, made_of=convolution)
     assert not any("every batch is" in a.text for a in model.assumptions)
