@@ -106,7 +106,10 @@ def test_training_goes_on_as_if_there_had_been_no_file(name, mechanism, tmp_path
 def test_without_resume_another_run_of_the_mechanism_follows(name, mechanism, tmp_path):
     model = fit(make(mechanism))
     for _ in range(2):
-        model = fit(through(str(tmp_path / name), model))
+        model = through(str(tmp_path / name), model)
+        with pytest.raises(ValueError, match=r"come from private runs.*keep its report"):
+            model.get_epsilon(1e-5)
+        fit(model)
     events = model.privacy_events
     assert {type(event) for event in events} == {type(make_event(mechanism))}
     assert [event.num_steps for event in events] == [events[0].num_steps] * 3

@@ -10,7 +10,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import HiddenStateSequential, keras_api
+from hidden_state_adapters.tf_privacy import HiddenStateModel, HiddenStateSequential, keras_api
 
 pytestmark = pytest.mark.usefixtures("without_graphs")
 layers, optimizers, callbacks = tf.keras.layers, tf.keras.optimizers, tf.keras.callbacks
@@ -182,6 +182,14 @@ def test_a_list_of_one_loss():
     assert model.get_epsilon(1e-5) > 0
     with pytest.raises(hsa.UnsupportedRunError, match="got several"):
         fit(make(compile={"loss": [loss(), loss()]}))
+
+
+def test_two_outputs():
+    inputs = tf.keras.Input((FEATURES,))
+    model = HiddenStateModel(inputs, [layers.Dense(2)(inputs), layers.Dense(2)(inputs)], **SETTINGS)
+    model.compile(optimizers.SGD(0.5), loss())
+    with pytest.raises(hsa.UnsupportedRunError, match="one tensor of targets and one of outputs"):
+        fit(model)
 
 
 def test_a_strategy():

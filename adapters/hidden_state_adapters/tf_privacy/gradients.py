@@ -31,7 +31,6 @@ _PRECISIONS = (tf.float32, tf.float64)
 # Of TensorFlow, where products are broken, and since when they are mended.
 _FINE, _MENDED = (2, 15), (2, 22)
 _LONGEST_BLOCK = 256  # entries
-_LOGITS = "_keras_logits"  # of probabilities, where Keras' softmax and sigmoid leave them
 
 
 def squared_lengths(rows: tf.Tensor) -> tf.Tensor:
@@ -321,7 +320,8 @@ class ThroughLinearLayers:
                 "Expected every trained layer to be called once, as in the first batch, got "
                 f"{len(calls)} calls of {len(self._layers)} layers."
             )
-        parts = (outputs, outputs._keras_logits) if hasattr(outputs, _LOGITS) else (outputs,)
+        logits = getattr(outputs, "_keras_logits", None)  # of Keras' softmax and sigmoid
+        parts = (outputs,) if logits is None else (outputs, logits)
         losses, by_parts = self._losses.with_slopes(targets, parts, _joined)
         calls.sort(key=lambda call: call[0])
         slopes = tape.gradient(
@@ -360,11 +360,12 @@ class ThroughLinearLayers:
                 vars(layer).pop("call", None)
 
 
-def _joined(outputs: tf.Tensor, *logits: tf.Tensor) -> tf.Tensor:
+def _joined(outputs: Any, logits: tf.Tensor | None = None) -> Any:
     """Returns outputs that carry the logits, which Keras' losses take in their place."""
+    if logits is None:
+        return outputs
     joined = tf.identity(outputs)
-    for part in logits:
-        setattr(joined, _LOGITS, part)
+    joined._keras_logits = logits
     return joined
 
 

@@ -29,6 +29,10 @@ from hidden_state_adapters.tf_privacy.update_rule import (
 _NAMES = tuple(field.name for field in attrs.fields(Settings))
 # In a configuration
 _CONFIG, _RULE, _RUNS = "hidden_state", "update_rule", "runs_behind_the_weights"
+_AFTER_RUNS = (
+    "The weights come from private runs, whose epsilon is what the model that was saved told: keep "
+    "its report. Call fit to train on; these runs are composed with the new one."
+)
 _OWN = ("fit", "train_step", "compute_loss", "train_on_batch")
 
 
@@ -387,9 +391,10 @@ class PrivateTraining(tf.keras.Model, Figures):
         plain = dict(config)
         settings, runs, rule = plain.pop(_CONFIG), plain.pop(_RUNS, {}), plain.pop(_RULE, {})
         model = cls._of_config(plain, custom_objects, settings)
+        model.__dict__["_loaded_runs"], model.__dict__["_loaded_rule"] = runs, rule
         if runs:
             read_plain(runs)
-        model.__dict__["_loaded_runs"], model.__dict__["_loaded_rule"] = runs, rule
+            model.__dict__["_how_to_begin"] = _AFTER_RUNS
         return model
 
     @classmethod
