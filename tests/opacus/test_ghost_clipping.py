@@ -81,7 +81,9 @@ def test_losses_in_a_column_would_not_be_clipped():
         batch_order="cyclic",
     )  # fmt: skip
     features, labels = next(iter(loader))
-    with pytest.raises(hsa.UnsupportedRunError, match=r"one loss for each record.*got \(1,\) for each"):
+    with pytest.raises(
+        hsa.UnsupportedRunError, match=r"one loss for each record.*got \(1,\) for each"
+    ):
         criterion(model(features), (labels > 0).float()[:, None])
 
 

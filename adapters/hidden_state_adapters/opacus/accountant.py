@@ -27,14 +27,14 @@ from hidden_state_accountants import (
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_accountants.runs.run import Run
-from hidden_state_adapters.opacus.accounted import (
+from hidden_state_adapters.opacus.gradients.figures import read
+from hidden_state_adapters.opacus.run.accounted import (
     AccountedRun,
     Row,
     declared_by,
     declared_texts,
     undeclared_guarantee,
 )
-from hidden_state_adapters.opacus.gradients.figures import read
 from hidden_state_adapters.opacus.run.registry import Lineage, end_other_runs, note_trained
 from hidden_state_adapters.opacus.run.settings import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.opacus.stock.made import MadePrivate, take_over_noise

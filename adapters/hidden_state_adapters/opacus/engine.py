@@ -35,7 +35,6 @@ from hidden_state_accountants.runs.run import Run
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
-from hidden_state_adapters.opacus.accounted import AccountedRun
 from hidden_state_adapters.opacus.data.loader import private_loader
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE
 from hidden_state_adapters.opacus.head.run import KnownHeadRun
@@ -44,6 +43,7 @@ from hidden_state_adapters.opacus.mechanism import MechanismOptions
 from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
+from hidden_state_adapters.opacus.run.accounted import AccountedRun
 from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
 from hidden_state_adapters.opacus.run.declared import DeclaredRun, is_shared
 from hidden_state_adapters.opacus.run.group import News, ProcessGroup

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from hidden_state_adapters.batch_plans import hash_of
-from hidden_state_adapters.opacus.accounted import AccountedRun
 from hidden_state_adapters.opacus.data.loader import tensors_of
+from hidden_state_adapters.opacus.run.accounted import AccountedRun
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.group import Digest
 from hidden_state_adapters.opacus.run.training import TrainingRun

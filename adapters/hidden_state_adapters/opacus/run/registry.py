@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.runs.run import Run
-from hidden_state_adapters.opacus.accounted import AccountedRun
+from hidden_state_adapters.opacus.run.accounted import AccountedRun
 
 PastRun = dict[str, Any]
 """A run as plain types: `AccountedRun.state_dict`, and why no epsilon covers it or "" (refused)."""

@@ -10,13 +10,13 @@ from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.events.loss_geometry import square_norm
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.opacus.accounted import AccountedRun
 from hidden_state_adapters.opacus.data.batch import Taken
 from hidden_state_adapters.opacus.data.loader import BatchCursor, plain_collate
 from hidden_state_adapters.opacus.gradients.noise import whose_noise
 from hidden_state_adapters.opacus.head.curvature import BatchCurvature, uses_curvature
 from hidden_state_adapters.opacus.head.run import HeadRun, KnownHeadRun
 from hidden_state_adapters.opacus.head.targets import Targets
+from hidden_state_adapters.opacus.run.accounted import AccountedRun
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.registry import check_later_steps, note_branch
 from hidden_state_adapters.opacus.sources.base import Source

@@ -24,13 +24,13 @@ from hidden_state_accountants import (
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batch_order
 from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus import geometry
-from hidden_state_adapters.opacus.accounted import AccountedRun, declared_by
 from hidden_state_adapters.opacus.criteria import as_module
 from hidden_state_adapters.opacus.data.reading import LoaderReading, draws_from_shares, read_loader
 from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
 from hidden_state_adapters.opacus.gradients.noise import OwnGenerator
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
 from hidden_state_adapters.opacus.gradients.precision import check_precision
+from hidden_state_adapters.opacus.run.accounted import AccountedRun, declared_by
 from hidden_state_adapters.opacus.run.group import num_processes
 from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, sgd_options
 
