@@ -115,7 +115,7 @@ def record_mus(event: LastIterateDpEvent) -> np.ndarray:
     return np.where(moves, ratio, 0.0)
 
 
-@functools.lru_cache(maxsize=16)  # composition and its amplification evaluate the same curve
+@functools.lru_cache(maxsize=6)  # composition and its amplification evaluate the same curve
 def composed_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> Curve:
     """All steps of a POISSON or WITHOUT_REPLACEMENT run, with every iterate released."""
     mus, counts = values_and_counts(record_mus(event))

@@ -74,6 +74,7 @@ _NEARLY_FORGOTTEN = 1e-2
 _MOST_PLANS = 64
 _FEW_SEGMENTS = 8  # more of them are planned as a power of two
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
+_DIGITS = 12  # of the noise of a schedule beside its first
 _SMALL_DELTA = 1e-7  # from here on a second plan counts beside the first one
 
 
@@ -161,14 +162,14 @@ def _planned(
     return make(planned, relation, target)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=6)  # a run that goes on, by both plans
 def _equal_steps(
     event: LastIterateDpEvent, relation: NeighboringRelation, target: Target
 ) -> _SampledRun:
     return _SampledRun.of(event, relation, target)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=6)  # a run that goes on, by both plans
 def _settled_window(run: _SampledRun, num_steps: int, count: int) -> Curve | None:
     return run.window(0, num_steps, count)
 
@@ -194,18 +195,19 @@ class _Plans:
 _PLANS = _Plans()
 
 
-def _rounding_of_noise(event: LastIterateDpEvent) -> float:
-    """What scales the noise to one of a few levels: a plan for it is nearly as good."""
+def _at_a_level(event: LastIterateDpEvent) -> tuple[LastIterateDpEvent, float]:
+    """The run with the nearest one of few levels of noise, for which a plan is nearly as good.
+
+    Returns:
+        The run, the same for all noise of a level, and about the factor by which its noise differs.
+    """
     noise = event.noise_multiplier
     first = noise.values[0] if isinstance(noise, Schedule) else noise
     if not first:
-        return 1.0
-    return 2 ** (round(_NOISES_PER_DOUBLING * math.log2(first)) / _NOISES_PER_DOUBLING) / first
-
-
-def _with_noise(event: LastIterateDpEvent, factor: float) -> LastIterateDpEvent:
-    scaled = mapped(lambda noise: noise * factor, event.noise_multiplier)
-    return attrs.evolve(event, noise_multiplier=scaled)
+        return event, 1.0
+    level = 2 ** (round(_NOISES_PER_DOUBLING * math.log2(first)) / _NOISES_PER_DOUBLING)
+    scaled = mapped(lambda noise: round(noise / first, _DIGITS) * level, noise)
+    return attrs.evolve(event, noise_multiplier=scaled), level / first
 
 
 def _as_many(length: int, segments: list[tuple[int, int]]) -> int:
@@ -317,8 +319,7 @@ class _SampledRun:
         if self.process.is_constant:
             longer = 2 ** math.ceil(math.log2(stop - start))
             start, stop = 0, min(longer, self.process.num_steps)
-        factor = _rounding_of_noise(self.event)
-        event = _with_noise(self.event, factor)
+        event, factor = _at_a_level(self.event)
 
         def search() -> Plan | None:
             is_constant = self.process.is_constant

@@ -35,20 +35,27 @@ from hidden_state_accountants.curves.losses import (
 )
 from hidden_state_accountants.curves.profiles import RELATIVE_ERROR
 
-_LOST = 1e-19  # more than what leaves the window (2 exp(-45)), or is left out, or underflows
+_LOST = 1e-19  # more than what leaves the window (2 exp(-45)), or underflows
 _VANISHED = 1e-40  # of a characteristic function: what is smaller is left out
 _SMALLEST = 1e-280  # more than what underflows in 1e13 profiles: it is no delta of 0
 _FIRST_TILT, _LARGEST_TILT = 0.25, 1e6
 _HARDLY = 1e-6  # more than all rounding of a mean
 _MOST_COUNT = 10**13  # beyond it the error is no small number any more
 _MOST_CELLS = 2**23  # of a window: arrays of 64 MB
-_CELLS, _DEVIATIONS = 2**22, 20.0  # what the first window should have, and its length
+_CELLS, _DEVIATIONS = 2**22, 20.0  # at most of the first window, and its length
+# Cells that are enough for a large epsilon: of the window, if its n losses get longer by n h**2/8,
+# so small a share of it, and of the mean loss.
+_ENOUGH_CELLS, _LONGER, _CELLS_OF_MEAN = 2**19, 1e-6, 2**15
+_FINEST = 1e-9  # a mean that has none
 _TAIL = 45.0  # the logarithm of the tilted probability of what a window leaves out, without sign
 _FIRST, _STEP = 15.0, 5.0  # relative entropy between no tilt and the first, and so on, in nats
 _DROPPED = 1e-22  # tilted probability of the losses that are left out of a composition
 _UNDERFLOW = 1e-200  # of a sum whose largest term may have underflowed
 _LARGEST_EXPONENT = 700.0
 _MOST_MOVES = 40  # each half of the one before
+_LARGE, _OFTEN = 1 / 16, 256  # a mass that is most likely, of a loss that runs so often
+_FEW = 20  # masses that are evaluated together
+_TURNS_OF_A_RUN, _MOST_TURNS = 64, 2**22  # how many points of such masses are worth their time
 _SUMS = 256 * UNIT  # more than the relative error of the sum of all masses, wrapped to a window
 
 
@@ -204,6 +211,7 @@ class _Direction:
         log_scale = tilt.log_mass - tilt.theta * losses + tilt.rounding + sums
         inside = beyond[: last + 1 - first]
         inside = inside + _norm_of_weights(tilt.theta, len(law), self._grid) * error + _LOST
+        inside += math.expm1(min(tilt.lost, _LARGEST_EXPONENT))
         return np.exp(np.minimum(log_scale, 600.0)) * inside
 
     def _convolved(self, tilt: Tilt, start: int, stop: int) -> tuple[np.ndarray, float]:
@@ -212,21 +220,17 @@ class _Direction:
         # Wrapping a part adds no more than 64 masses up.
         size = _size_above(max(stop - start, longest // 64, 1))
         spectrum = np.ones(size // 2 + 1, dtype=complex)
-        alive = np.ones(len(spectrum), dtype=bool)
-        largest, lowest = 0.0, 0
+        of_transform = 8 * UNIT * math.log2(size)  # its error, relative to the norm of the result
+        absolute, relative, lowest = 0.0, np.full(len(spectrum), of_transform), 0
         for first, part, count in sorted(tilt.parts, key=lambda part: -part[2]):
-            masses = _wrapped(part, size)
-            factor = fft.rfft(masses)
-            alive &= np.abs(factor) > _VANISHED ** (1 / count)  # soon few, if it runs often
-            factor = factor[alive]
-            factor /= np.maximum(1.0, np.abs(factor))  # where the exact one is: no error grows
-            spectrum[alive] *= _power(factor, count)
-            largest = max(largest, float(np.linalg.norm(masses)))
-            lowest += count * first
-        spectrum[~alive] = 0.0
+            power = _transformed_power(_wrapped(part, size), count, spectrum != 0)
+            spectrum *= power.values
+            absolute += count * of_transform * power.rest
+            relative += power.error
+            lowest += count * (first + power.place)
         law = np.roll(fft.irfft(spectrum, size), (lowest - start) % size)
-        error = largest * (self._parts.count + 1) * 8 * UNIT * (math.log2(size) + 1)
-        return np.maximum(law, 0.0), error + _VANISHED
+        errors = np.linalg.norm(np.expm1(relative) * np.abs(spectrum)) * math.sqrt(2 / size)
+        return np.maximum(law, 0.0), absolute + float(errors) + _VANISHED
 
 
 def _size_above(number: int) -> int:
@@ -239,9 +243,13 @@ def _on_grids(parts: Sequence[tuple[LossMasses, int]]) -> list[Parts]:
     """On the finest grid whose first deltas take no window that is too long, and on wider ones."""
     finest = max(masses.grid for masses, _ in parts)
     found = Parts(parts, finest)
-    tilt = found.next_tilt(found.rough_tilt(0.0))
+    untilted = found.rough_tilt(0.0)
+    tilt = found.next_tilt(untilted)
     length = max(tilt.mean, 0.0) + _DEVIATIONS * math.sqrt(tilt.variance)
-    grids = [max(finest, grid_for(length, _CELLS) or 0.0)]
+    enough = math.sqrt(found.count * length / (8 * _LONGER))
+    enough = max(enough, _CELLS_OF_MEAN * length / max(untilted.mean, _FINEST))
+    cells = round(min(_CELLS, max(_ENOUGH_CELLS, enough)))
+    grids = [max(finest, grid_for(length, cells) or 0.0)]
     while grids[-1] * STEP <= GRID:
         grids.append(grids[-1] * STEP)
     return [found if grid == finest else Parts(parts, grid) for grid in grids]
@@ -265,6 +273,79 @@ def _wrapped(values: np.ndarray, size: int) -> np.ndarray:
     padded = np.zeros(-(-len(values) // size) * size)
     padded[: len(values)] = values
     return padded.reshape(-1, size).sum(axis=0)
+
+
+class _Power(NamedTuple):
+    """A power of the Fourier transform of masses, of which the largest is moved to 0.
+
+    Attributes:
+        values: The power, 0 where it has vanished.
+        error: A bound on its relative error, without that of the fast transform.
+        rest: The 2-norm of the masses that are left to the fast transform.
+        place: The place of the largest mass.
+    """
+
+    values: np.ndarray
+    error: np.ndarray
+    rest: float
+    place: int
+
+
+def _transformed_power(masses: np.ndarray, count: int, alive: np.ndarray) -> _Power:
+    """As `_Power`, where `alive`.
+
+    A fast transform has an error that is relative to the largest mass, whose own one is known at 0.
+    Of a loss that is often the same, the next masses are evaluated one by one.
+    """
+    place = int(np.argmax(masses))
+    rest = np.roll(masses, -place)
+    largest, rest[0] = float(rest[0]), 0.0
+    values = largest + fft.rfft(rest)
+    alive = alive & (np.abs(values) > _VANISHED ** (1 / count))  # soon few, if it runs often
+    error = np.zeros(len(values))
+    frequencies = np.flatnonzero(alive)
+    turns = min(_TURNS_OF_A_RUN * count, _MOST_TURNS)
+    number = min(_FEW * _FEW, turns // len(frequencies))
+    if count >= _OFTEN and largest >= _LARGE and number >= _FEW:
+        logarithms, lengths, left = _logarithms(largest, rest, frequencies, number)
+        powers, error[alive] = np.exp(count * logarithms), (count * lengths + 16) * UNIT
+    else:
+        powers = values[alive]
+        powers /= np.maximum(1.0, np.abs(powers))  # where the exact one is: no error grows
+        powers, left = _power(powers, count), float(np.linalg.norm(rest))
+        error[alive] = 11 * count * UNIT
+    values[~alive] = 0.0
+    values[alive] = powers
+    return _Power(values, error, left, place)
+
+
+def _logarithms(
+    largest: float, rest: np.ndarray, frequencies: np.ndarray, number: int
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """The logarithms of a transform where it is above 2/3, by its difference to 1.
+
+    Returns:
+        The logarithms, their errors in units of `UNIT`, and the 2-norm of the masses that were not
+        evaluated one by one.
+    """
+    size = len(rest)
+    number = min(number, size)
+    near = np.argpartition(rest, size - number)[size - number :]
+    masses, rest[near] = rest[near], 0.0
+    left = math.fsum(rest[rest > 0].tolist())
+    others = fft.rfft(rest)[frequencies] - left
+    total = math.fsum([-1.0, largest, left, *masses.tolist()])
+    moved, length = others + total, np.abs(others) + abs(total)
+    for first in range(0, len(near), _FEW):
+        cells, weights = near[first : first + _FEW], masses[first : first + _FEW]
+        turns = (np.multiply.outer(frequencies, cells) + size // 2) % size - size // 2
+        sines = np.sin(math.pi / size * turns)
+        cosines = np.cos(math.pi / size * turns)
+        moved += (-2 * sines * (sines + 1j * cosines)) @ weights
+        length += (2 * np.abs(sines)) @ weights
+    x, y = moved.real, moved.imag
+    sizes = np.minimum(np.log1p(2 * x + (x * x + y * y)) / 2, 0.0)  # of the exact one: at most 1
+    return sizes + 1j * np.arctan2(y, 1 + x), 150 * length + 6 * left, float(np.linalg.norm(rest))
 
 
 def _power(base: np.ndarray, exponent: int) -> np.ndarray:
@@ -306,6 +387,7 @@ class Tilt(NamedTuple):
         theta: The tilt.
         log_mass: log M.
         rounding: A bound on the error of the logarithms of the masses times M.
+        lost: A bound on the tilted probability of the cells that are left out.
         parts: Of every loss the first cell, the tilted masses from there on, whose sum is at most
             1, and how often it runs.
     """
@@ -313,6 +395,7 @@ class Tilt(NamedTuple):
     theta: float
     log_mass: float
     rounding: float
+    lost: float
     parts: list[tuple[int, np.ndarray, int]]
 
 
@@ -334,12 +417,12 @@ def _coarse(law: LossMasses, theta: float) -> tuple[np.ndarray, float]:
 
 def _tilted(
     law: LossMasses, theta: float, negligible: float
-) -> tuple[int, np.ndarray, float, float]:
+) -> tuple[int, np.ndarray, float, float, float]:
     """A loss under a tilt, without the cells at either end that have a negligible probability.
 
     Returns:
-        The first cell, the masses, log M and a bound on the error of the logarithms of the masses
-        times M.
+        The first cell, the masses, log M, a bound on the error of the logarithms of the masses
+        times M, and one on what is left out, beside M.
     """
     rough, log_mass = _coarse(law, theta)
     # What lies beyond a node has a coarse law on that node and those beyond it.
@@ -358,7 +441,7 @@ def _tilted(
     largest = abs(math.log(float(inside[inside > 0].min())))
     largest += theta * max(-law.lower, law.highest) * law.grid
     rounding = (8 * (largest + abs(log_mass) + abs(found)) + 1000) * UNIT + RELATIVE_ERROR
-    return start, masses, found, rounding
+    return start, masses, found, rounding, 3 * negligible / total  # of the coarse M, beside M
 
 
 class Parts:
@@ -392,16 +475,21 @@ class Parts:
             count * math.log(max(1.0, float(law.masses.sum()) + law.infinite))
             for law, count in self.all
         )
-        self.infinite = min(1.0, abs(math.expm1(log_finite)) * math.exp(log_total + 64 * UNIT))
+        infinite = abs(math.expm1(log_finite))
+        if log_total < _LARGEST_EXPONENT:
+            self.infinite = min(1.0, infinite * math.exp(log_total + 64 * UNIT))
+        else:  # so many that nothing is claimed
+            self.infinite = 1.0
 
     def tilt(self, theta: float) -> Tilt:
         """The total loss under a tilt."""
         found = [(_tilted(law, theta, _DROPPED / self.count), count) for law, count in self.all]
         return Tilt(
             theta,
-            math.fsum(count * log_mass for (_, _, log_mass, _), count in found),
-            math.fsum(count * rounding for (_, _, _, rounding), count in found),
-            [(first, masses, count) for (first, masses, _, _), count in found],
+            math.fsum(count * log_mass for (_, _, log_mass, _, _), count in found),
+            math.fsum(count * rounding for (_, _, _, rounding, _), count in found),
+            math.fsum(count * lost for (_, _, _, _, lost), count in found),
+            [(first, masses, count) for (first, masses, *_), count in found],
         )
 
     def rough_tilt(self, theta: float) -> RoughTilt:

@@ -20,10 +20,13 @@ GRID = 1e-4
 """Spacing of the losses; that of long or small ones is wider or finer, by a power of two."""
 STEP = 4
 """Between the grids finer than `GRID`."""
-_WIDEST_GRID = 2**13 * GRID  # 0.82
-_MOST_CELLS = 5_000_000  # arrays of 40 MB
-_SMALL_CELLS = 200_000  # at most, of losses on a finer grid
-_FINER = 64  # cells at most in half the mean of a small loss, whose variance grows by 1 or 2 %
+_WIDEST_GRID = 2**18 * GRID  # 26
+_MOST_CELLS = 2**21  # arrays of 16 MB
+_ENOUGH_CELLS = 2**18  # of a loss that reaches far, on a grid well below half of its mean:
+_WIDE = 4  # cells at least in that; a composition with such a loss has a large epsilon
+# Cells at most of losses on a finer grid, and in half of their mean: with 64 of those the variance
+# of a small loss grows by 1 or 2 %, with 8 by a tenth.
+_FINER_GRIDS = ((200_000, 64), (2**19, 8))
 _FINEST = 1e-9  # span that has a grid of its own
 _TINY = 1e-290  # divergences that are no smaller have all their digits
 _WIDEST = 0.02  # between two nodes of a coarse law
@@ -131,9 +134,14 @@ class PrivacyLoss:
         return self.forward is self.backward
 
     @classmethod
-    def of(cls, profile: Profile) -> PrivacyLoss | None:
-        """A loss whose divergences lie just above those of the profile; None if it is too long."""
-        grid = _grid_of(profile)
+    def of(cls, profile: Profile, grid: float | None = None) -> PrivacyLoss | None:
+        """A loss whose divergences lie just above those of the profile; None if it is too long.
+
+        Args:
+            profile: The divergences.
+            grid: The spacing of the losses; by default one that is good for compositions.
+        """
+        grid = grid or _grid_of(profile)
         if grid is None:
             return None
         cells = math.ceil(profile.largest / grid) + 1
@@ -151,11 +159,16 @@ class PrivacyLoss:
 def _grid_of(profile: Profile) -> float | None:
     """`GRID`, wider for long losses, and finer for small ones: a grid adds to their variance."""
     long = grid_for(profile.largest, _MOST_CELLS)
-    if long is None:
+    enough = grid_for(profile.largest, _ENOUGH_CELLS)
+    if long is None or enough is None:
         return None
     half_of_mean = float(profile.forward(np.zeros(1))[0])
-    small = max(
-        grid_for(half_of_mean, _FINER) or GRID, grid_for(profile.largest, _SMALL_CELLS) or GRID
+    wide = GRID * 2.0 ** math.floor(math.log2(max(half_of_mean, _FINEST) / (_WIDE * GRID)))
+    if min(enough, wide) > GRID:
+        return max(long, min(enough, wide))
+    small = min(
+        max(grid_for(profile.largest, cells) or GRID, grid_for(half_of_mean, in_mean) or GRID)
+        for cells, in_mean in _FINER_GRIDS
     )
     grid = GRID
     while grid / STEP >= small:

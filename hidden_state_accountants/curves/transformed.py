@@ -35,6 +35,7 @@ from hidden_state_accountants.curves.standard import EventCurve
 
 _SMALLEST_LEVEL = 1e-60  # of tests: groups multiply small deltas
 _LEVELS = 60_000
+_LONGEST = 500.0  # privacy losses of which there is a distribution
 
 
 def trade_off(curve: Curve, alpha: np.ndarray) -> np.ndarray:
@@ -68,13 +69,13 @@ def loss_distribution(curve: Curve) -> privacy_loss_distribution.PrivacyLossDist
         profile = profiles.gaussian(curve.mu)
     else:
         profile = profile_above(curve)
-    loss = PrivacyLoss.of(profile)
-    if loss is None or loss.forward.grid > GRID:
+    loss = PrivacyLoss.of(profile, GRID) if profile.largest <= _LONGEST else None
+    if loss is None:
         raise ValueError(
-            f"Expected privacy losses below 500, got {profile.largest:.0f}: a distribution of them "
-            "would take gigabytes. Add noise."
+            f"Expected privacy losses below {_LONGEST:g}, got {profile.largest:.0f}: a "
+            "distribution of them would take gigabytes. Add noise."
         )
-    masses = loss.forward.on_grid(GRID)
+    masses = loss.forward
     return privacy_loss_distribution.PrivacyLossDistribution(
         pld_pmf.DensePLDPmf(GRID, masses.lower, masses.masses, masses.infinite, True)
     )

@@ -6,7 +6,7 @@ import dp_accounting
 import mpmath
 import numpy as np
 import pytest
-from dp_accounting import NeighboringRelation, rdp
+from dp_accounting import NeighboringRelation, pld, rdp
 from scipy import fft, stats
 
 import hidden_state_accountants as hsa
@@ -184,8 +184,8 @@ def test_large_epsilons_on_a_wider_grid(mu, times):
 
 
 def test_losses_on_two_grids_compose():
-    far, near = profiles.gaussian(40.0), profiles.gaussian(9.0)
-    parts = [(PrivacyLoss.of(far), 1), (PrivacyLoss.of(near), 4)]
+    far, near = profiles.gaussian(40.0), profiles.gaussian(1.5)
+    parts = [(PrivacyLoss.of(far), 1), (PrivacyLoss.of(near), 144)]
     assert parts[0][0].forward.grid > parts[1][0].forward.grid == GRID
     exact = GaussianCurve(math.hypot(40.0, 18.0)).epsilon(1e-5)
     assert exact <= ComposedLoss(parts).epsilon(1e-5) <= exact * (1 + 1e-4)
@@ -197,8 +197,8 @@ def test_small_losses_have_a_finer_grid(monkeypatch, rate, times):
     profile = profiles.poisson(profiles.gaussian(0.5), rate)
     loss = PrivacyLoss.of(profile)
     found = ComposedLoss([(loss, times)]).epsilon(1e-5)
-    monkeypatch.setattr(losses, "_FINER", 8 * losses._FINER)
-    monkeypatch.setattr(losses, "_SMALL_CELLS", 8 * losses._SMALL_CELLS)
+    (cells, in_mean), *_ = losses._FINER_GRIDS
+    monkeypatch.setattr(losses, "_FINER_GRIDS", ((8 * cells, 8 * in_mean),))
     finer = PrivacyLoss.of(profile)
     assert finer.forward.grid <= loss.forward.grid / 4 <= GRID / 4
     finest = ComposedLoss([(finer, times)]).epsilon(1e-5)
@@ -321,6 +321,22 @@ class TestSmallDeltas:
         for epsilon in (0.0, 6.0, 12.0, 18.0, 24.0, 30.0):
             assert exact_delta(epsilon) <= composed.delta(epsilon) <= 1.01 * exact_delta(epsilon)
 
+    def test_the_error_of_the_transform_is_added(self, monkeypatch):
+        """Of 100,000 steps whose masses are all left to the fast transform."""
+        loss = PrivacyLoss.of(profiles.poisson(profiles.gaussian(1.0), 0.01))
+        epsilons = (1.0, 5.0, 10.0, 20.0, 40.0)
+
+        def deltas():
+            composed = ComposedLoss([(loss, 10**5)])
+            return np.array([composed.delta(epsilon) for epsilon in epsilons])
+
+        with monkeypatch.context() as patch:
+            patch.setattr(composed_loss, "fft", WorstTransform)
+            found = deltas()
+        monkeypatch.setattr(composed_loss, "_norm_of_weights", lambda *_: 0.0)
+        assert (deltas() <= found).all()
+        assert (found <= 1.001 * deltas()).all()
+
 
 def largest_error(size):
     """Relative, of 2-norms."""
@@ -364,6 +380,52 @@ def test_powers_are_as_exact_as_assumed():
             exact = np.array([complex(mpmath.mpc(z) ** exponent) for z in base])
         found = composed_loss._power(base, exponent)
         assert np.abs(found / exact - 1).max() <= 2.3 * UNIT * exponent + UNIT
+
+
+@pytest.mark.parametrize("count", [1024, 10**6, 10**9])
+def test_logarithms_are_as_exact_as_assumed(count):
+    """Of a loss that is nearly always the same: a long power has the error of its small rest."""
+    generator = np.random.default_rng(count)
+    size, cells = 64, np.array([5, 6, 4, 11, 60])
+    masses = np.zeros(size)
+    masses[cells] = np.append(1.0, generator.random(4) / np.sqrt(count))
+    masses /= masses.sum() * (1 + 256 * UNIT)
+    found = composed_loss._transformed_power(masses, count, np.ones(size // 2 + 1, dtype=bool))
+    assert (found.rest, found.place) == (0.0, 5)
+    assert (found.error < (2e-12 if count == 10**6 else 1e-10)).all()
+    with mpmath.workdps(60):
+        for k in range(0, size // 2 + 1, 4):
+            turn = mpmath.expjpi(mpmath.mpf(-2 * k) / size)
+            terms = (mpmath.mpf(float(masses[i])) * turn ** int(i - 5) for i in cells)
+            exact = mpmath.fsum(terms) ** count
+            off = found.values[k] - complex(exact)
+            assert abs(off) <= found.error[k] * abs(complex(exact)) + 1e-40
+
+
+@pytest.mark.parametrize("steps", [10**5, 10**6])
+@pytest.mark.parametrize("delta", [1e-6, 1e-10])
+def test_a_rare_choice_that_runs_often(steps, delta):
+    """The transform of what hardly ever happens is small, and so is its error."""
+    rate, mu = 1e-6, 1.7
+    profile = profiles.gaussian_mixture(np.array([1 - rate, rate]), np.array([0.0, mu]))
+    composed = ComposedLoss([(PrivacyLoss.of(profile), steps)])
+    runs = np.arange(1, 60)
+    weights = stats.binom.pmf(runs, steps, rate)
+    epsilon = composed.epsilon(delta)
+    exact = float(weights @ deltas_from_mu(mu * np.sqrt(runs), epsilon))
+    assert delta * (1 - 1e-4) <= exact <= delta  # 1.4e-8 is claimed for 1e-8 without
+
+
+@pytest.mark.parametrize(
+    ("rate", "noise", "steps", "delta", "largest"),
+    [(1e-6, 0.6, 10**6, 1e-8, 0.033), (1e-4, 0.8, 10**5, 1e-8, 0.32), (1e-6, 0.5, 10**5, 1e-8, 1)],
+)
+def test_tiny_rates_are_no_worse_than_by_dp_accounting(rate, noise, steps, delta, largest):
+    step = dp_accounting.PoissonSampledDpEvent(rate, dp_accounting.GaussianDpEvent(noise))
+    relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    found = hsa.LastIterateAccountant(relation).compose(step, steps).get_epsilon(delta)
+    stock = pld.PLDAccountant(relation).compose(step, steps).get_epsilon(delta)
+    assert found <= min(largest, stock * (1 + 1e-5))
 
 
 class TestLimits:

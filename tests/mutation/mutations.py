@@ -1024,6 +1024,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "return np.asarray(share * np.where(epsilon < 0, below_zero, of_mu))",
                 "return np.asarray(share * of_mu)",
             ),
+            "gaussian_above_a_sampled_one_is_too_small": (
+                "return ProfileCurve(profile, divergences=divergences, largest_mu=apart)",
+                "return ProfileCurve(profile, divergences=divergences, largest_mu=apart * rate)",
+            ),
             "divergence_without_small_losses": (
                 "total = special.logsumexp(np.concatenate([rising, falling], axis=1), axis=1)",
                 "total = special.logsumexp(rising, axis=1)",
@@ -1088,6 +1092,14 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "inside = inside + _norm_of_weights(tilt.theta, len(law), self._grid) * "
                 "error + _LOST",
                 "inside = inside + _LOST",
+            ),
+            "error_of_a_logarithm_is_dropped": (
+                "np.exp(count * logarithms), (count * lengths + 16) * UNIT",
+                "np.exp(count * logarithms), 0 * lengths",
+            ),
+            "masses_of_the_fast_transform_have_no_error": (
+                "absolute += count * of_transform * power.rest",
+                "absolute += 0 * power.rest",
             ),
             "only_one_direction_of_a_loss_counts": (
                 "if not all(loss.is_symmetric for loss, _ in parts):",

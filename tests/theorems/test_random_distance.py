@@ -477,6 +477,22 @@ def test_a_run_that_goes_on_is_not_searched_again(monkeypatch):
     assert len(searched) == 2
 
 
+def test_noise_of_a_level_is_not_searched_again(monkeypatch):
+    """The product of these and a factor is not the level: it was searched again for each."""
+    searched = []
+
+    def counted(*arguments):
+        searched.append(arguments)
+        return best_plan(*arguments)
+
+    monkeypatch.setattr(subsampling, "best_plan", counted)
+    monkeypatch.setattr(subsampling, "_PLANS", subsampling._Plans())
+    for noise in (1.0, 0.985, 0.976):
+        run = _planned(clipped(noise_multiplier=noise, num_steps=64), SPECIAL)
+        run.plan(0, 64, run.segment(0, 64))
+    assert len(searched) == 1
+
+
 @pytest.mark.parametrize("diameter", [math.inf, 0.06])
 def test_distances_of_many_steps_at_once_are_those_of_a_recursion(diameter):
     """Never below it: they cap what the coins may add up to."""
