@@ -64,7 +64,7 @@ def calibrate_noise(
     of this package, no noise multiplier below ``(1 - tolerance)`` times the result meets it.
 
     Args:
-        target_epsilon: >= 0, finite.
+        target_epsilon: >= 0. inf asks for no noise.
         delta: In (0, 1).
         make_event: Maps a noise multiplier to a run; or a run whose own is replaced (noise_std of a
             DiceSgdDpEvent, noise_variance of a BlockCoordinateDpEvent).
@@ -93,6 +93,8 @@ def calibrate_noise(
         for_one_position=for_one_position,
     )
     validate.real("tolerance", tolerance, minimum=1e-12, maximum=0.5)
+    if target.epsilon == math.inf and target.meets(0.0):
+        return 0.0
     meets = _MUCH_NOISE
     if not target.meets(meets):
         crossing = 1.05 * meets * math.exp(min(target.log_mu(meets), 3 * _FAR))  # if Gaussian
@@ -223,7 +225,8 @@ class _Target:
         relation = validate.neighboring_relation(neighboring_relation)
         validate.target_pair(epsilon, delta, ("target_epsilon", "delta"))
         self.name, self.make_event, self.for_one_position = name, make_event, for_one_position
-        self.epsilon = validate.real("target_epsilon", epsilon, minimum=0)
+        is_noise = name in _NOISE_FIELDS
+        self.epsilon = validate.real("target_epsilon", epsilon, minimum=0, allow_inf=is_noise)
         remedy = "Gaussian noise never reaches delta = 0."
         self.delta = validate.real("delta", delta, above=0, remedy=remedy)
         self.make_accountant = make_accountant or (lambda: LastIterateAccountant(relation))

@@ -64,6 +64,11 @@ class Curve(abc.ABC):
 class ComposableCurve(Curve):
     """One curve that always holds: what is composed. `alternatives` finds those of any curve."""
 
+    @property
+    def largest_mu(self) -> float:
+        """A mu whose Gaussian curve lies nowhere below this one; inf if none is known."""
+        return math.inf if self.mu is None else self.mu
+
     @abc.abstractmethod
     def privacy_losses(self) -> Losses | None:
         """Pessimistic privacy losses for composition, if the curve has some."""
@@ -72,7 +77,8 @@ class ComposableCurve(Curve):
 class LossCurve(ComposableCurve):
     """Epsilon and delta by composed privacy losses, which add the error of their arithmetic.
 
-    Where no loss is known, or is of no use at so small a delta, by Renyi divergences.
+    Where no loss is known, or is of no use at so small a delta, by Renyi divergences; never above
+    the Gaussian curve of `largest_mu`.
     """
 
     @property
@@ -96,12 +102,14 @@ class LossCurve(ComposableCurve):
 
     def epsilon(self, delta: float) -> float:
         by_loss = math.inf if self._composed is None else self._composed.epsilon(delta)
+        by_loss = min(by_loss, epsilon_from_mu(self.largest_mu, delta))
         if self._composed and by_loss < math.inf and delta > _RELIABLE * self._composed.infinite:
             return by_loss
         return min(by_loss, epsilon_from_rdp(self.orders, self._divergences, delta))
 
     def delta(self, epsilon: float) -> float:
         by_loss = 1.0 if self._composed is None else self._composed.delta(epsilon)
+        by_loss = min(by_loss, delta_from_mu(self.largest_mu, epsilon))
         if self._composed and _RELIABLE * self._composed.infinite < by_loss < 1:
             return by_loss
         return min(by_loss, delta_from_rdp(self.orders, self._divergences, epsilon))
@@ -170,6 +178,11 @@ class GaussianMixtureCurve(ComposableCurve):
     def mu(self) -> float | None:
         """The common mu, if there is only one."""
         return float(self.mus[0]) if len(self.mus) == 1 else None
+
+    @property
+    def largest_mu(self) -> float:
+        """That of the worst choice."""
+        return float(self.mus[-1])
 
     def epsilon(self, delta: float) -> float:
         top = self.mus[self.weights > 0][-1]

@@ -55,12 +55,14 @@ class ProfileCurve(ComposableCurve):
         profile: Of the pair; where its directions differ, the data set with the record comes first.
         infinite: The mass of infinite losses.
         divergences: The Renyi divergences of both directions, if they are known.
+        largest_mu: As for every curve that composes.
         event: As for `to_dpevent`.
     """
 
     profile: Profile
     infinite: float = 0.0
     divergences: Callable[[np.ndarray], np.ndarray] | None = None
+    largest_mu: float = math.inf
     event: dp_accounting.DpEvent | None = None
 
     def _deltas(self, epsilon: np.ndarray) -> np.ndarray:
@@ -113,7 +115,14 @@ def polygon_curve(epsilons: np.ndarray, deltas: np.ndarray) -> ProfileCurve:
 def sampled_curve(
     pair: Callable[[float, float], Profile], record_mu: float, rate: float
 ) -> ComposableCurve:
-    """A Gaussian step on a batch drawn at random, in which the record counts on both data sets.
+    r"""A Gaussian step on a batch drawn at random, in which the record counts on both data sets.
+
+    Sampling never hurts: outputs on batches without the record are the same, P0, so that
+
+    .. math:: H_\varepsilon\big((1-q) P_0 + q P_1 \,|\, (1-q) P_0 + q Q_1\big)
+              \le q\,H_\varepsilon(P_1 | Q_1), \qquad \varepsilon \ge 0
+
+    (joint convexity), and what dominates each step dominates their composition.
 
     Args:
         pair: `zeroed_without_replacement`, `replaced_without_replacement` or
@@ -126,7 +135,7 @@ def sampled_curve(
         return GaussianCurve(apart)
     profile = pair(record_mu, rate)
     divergences = functools.partial(_sampled_divergences, profile, record_mu, apart, rate)
-    return ProfileCurve(profile, divergences=divergences)
+    return ProfileCurve(profile, divergences=divergences, largest_mu=apart)
 
 
 def cohort_curve(curve: Curve, rate: float) -> ProfileCurve:

@@ -133,6 +133,10 @@ class ComposedCurve(LossCurve):
     parts: tuple[tuple[ComposableCurve, int], ...]
 
     @property
+    def largest_mu(self) -> float:
+        return math.hypot(*(math.sqrt(count) * curve.largest_mu for curve, count in self.parts))
+
+    @property
     def orders(self) -> np.ndarray:
         known_in_closed_form = all(
             isinstance(curve, _QUICK) and np.array_equal(getattr(curve, "orders", ORDERS), ORDERS)

@@ -55,6 +55,16 @@ class EventCurve(LossCurve):
         return event_profile(self.event, self.relation)
 
     @property
+    def largest_mu(self) -> float:
+        """That of a sampled Gaussian if nothing is drawn (`sampled_curve`)."""
+        pair = _sampled_pair(self.event, self.relation)
+        if pair is not None:
+            return sampled_curve(*pair).largest_mu
+        return (
+            math.inf if self.profile is None else _gaussian_mu(getattr(self.event, "event", None))
+        )
+
+    @property
     def rdp_is_known(self) -> bool:
         """Whether there are divergences."""
         if _sampled_pair(self.event, self.relation) is not None:
@@ -275,7 +285,7 @@ def _gaussian_profile(event: dp_accounting.DpEvent) -> profiles.Profile | None:
     return profiles.gaussian(mu) if 0 < mu < math.inf else None
 
 
-def _gaussian_mu(event: dp_accounting.DpEvent) -> float:
+def _gaussian_mu(event: dp_accounting.DpEvent | None) -> float:
     """The mu of Gaussian events that are composed; inf if there is anything else, or no noise."""
     if isinstance(event, dp_accounting.GaussianDpEvent):
         return 1 / event.noise_multiplier if event.noise_multiplier > 0 else math.inf

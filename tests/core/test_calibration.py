@@ -224,9 +224,30 @@ def test_epsilon_that_rises_with_noise_is_noticed():
         hsa.calibrate_noise(0.9, 1e-5, make)
 
 
+def test_a_target_of_infinity_asks_for_no_noise():
+    assert hsa.calibrate_noise(math.inf, 1e-5, full_run()) == 0.0
+    for calibrate in (hsa.calibrate_epochs, hsa.calibrate_weight_decay):
+        with pytest.raises(ValueError, match="Expected"):
+            calibrate(math.inf, 1e-5, full_run())
+
+
+def test_a_huge_target_is_met_with_hardly_any_noise():
+    def run(noise):
+        step = dp_accounting.PoissonSampledDpEvent(1 / 6, dp_accounting.GaussianDpEvent(noise))
+        return dp_accounting.SelfComposedDpEvent(step, 18)
+
+    relation = NeighboringRelation.ADD_OR_REMOVE_ONE
+    accountant = hsa.LastIterateAccountant(relation).compose(run(0.002))
+    not_sampled = epsilon_from_mu(math.sqrt(18) / 0.002, 1e-5)
+    assert accountant.get_epsilon(1e-5) <= not_sampled  # with this noise it was 9 % above
+    how = {"neighboring_relation": relation, "tolerance": 1e-2}
+    found = hsa.calibrate_noise(1e6, 1e-5, run, **how)
+    assert 0.5 < found / 0.003 < 1  # which is the noise without sampling
+
+
 @pytest.mark.parametrize(
     "arguments",
-    [(-1.0, 1e-5), (math.inf, 1e-5), (math.nan, 1e-5), (1.0, -1e-5), (1.0, 1.5), ("1", 1e-5)],
+    [(-1.0, 1e-5), (math.nan, 1e-5), (1.0, -1e-5), (1.0, 1.5), ("1", 1e-5)],
 )
 def test_bad_targets(arguments):
     for calibrate in (hsa.calibrate_noise, hsa.calibrate_epochs, hsa.calibrate_weight_decay):

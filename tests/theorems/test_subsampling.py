@@ -9,7 +9,7 @@ import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation, pld
 from grid_oracle import GridOracle
-from runs import cyclic_run, probe_run
+from runs import cyclic_run, full_run, probe_run
 from scipy import integrate, stats
 
 import hidden_state_accountants as hsa
@@ -18,9 +18,16 @@ from hidden_state_accountants.bounds.composition import record_mus
 from hidden_state_accountants.bounds.solvers.sampled_windows import Plan, SampledSteps, Windows
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.bounds.subsampling import USUAL, _SampledRun
+from hidden_state_accountants.curves import composed_loss, losses
 from hidden_state_accountants.curves.base import alternatives, known_of
-from hidden_state_accountants.curves.by_profile import replaced_without_replacement, sampled_curve
+from hidden_state_accountants.curves.by_profile import (
+    replaced_without_replacement,
+    sampled_curve,
+    zeroed_without_replacement,
+)
 from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.composed_loss import ComposedLoss
+from hidden_state_accountants.curves.losses import PrivacyLoss
 from hidden_state_accountants.process.noisy_process import noisy_process
 from hidden_state_accountants.process.stretching import BatchSizes, Stretching, largest_size
 
@@ -355,6 +362,28 @@ def test_a_window_is_paid_for(order, diameter):
 def test_refusals(changes, relation, condition):
     unmet = Subsampling().check(run(**changes), relation)
     assert [u.condition for u in unmet] == [condition]
+
+
+@pytest.mark.parametrize("noise", [3e-4, 0.002])
+@pytest.mark.parametrize(("order", "relation"), RELATIONS)
+def test_sampling_never_hurts(order, relation, noise):
+    """The step whose batch surely holds the record is a Gaussian one."""
+    changes = {"loss": None, "weight_decay": 0.0, "num_steps": 6, "noise_multiplier": noise}
+    sampled = Composition().guarantee(cyclic_run(batch_order=order, **changes), relation)
+    whole = Composition().guarantee(full_run(**changes), relation)
+    assert sampled.epsilon(1e-5) <= whole.epsilon(1e-5) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("noise", "rate"), [(0.2, 0.02)])
+def test_large_losses_have_few_cells(monkeypatch, noise, rate):
+    profile = zeroed_without_replacement(1 / noise, rate)
+    loss = PrivacyLoss.of(profile)
+    assert len(loss.forward.masses) <= 2**19  # an epsilon took seconds, and a cache 80 MB
+    found = ComposedLoss([(loss, 10)]).epsilon(1e-6)
+    monkeypatch.setattr(losses, "_ENOUGH_CELLS", 2**20)
+    monkeypatch.setattr(composed_loss, "_ENOUGH_CELLS", 2**20)
+    finer = ComposedLoss([(PrivacyLoss.of(profile), 10)]).epsilon(1e-6)
+    assert finer * (1 - 1e-6) <= found <= finer * (1 + 1e-5)
 
 
 def test_degenerate_runs():

@@ -646,7 +646,8 @@ class PrivateRun(Figures):
         delta = self._target_delta if delta is None else delta
         if delta is None:
             raise ValueError("Expected target_delta with target_epsilon, got None.")
-        return validate.real("target_epsilon", epsilon, minimum=0), validate.target_delta(delta)
+        epsilon = validate.real("target_epsilon", epsilon, minimum=0, allow_inf=True)
+        return epsilon, validate.target_delta(delta)
 
     def _check_declared(self, more: int) -> None:
         """Raises UnsupportedRunError in a budget, or for more steps than were declared."""
