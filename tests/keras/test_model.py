@@ -673,6 +673,13 @@ def test_noise_is_found_for_releases_and_runs_before(tmp_path, without_graphs):
     assert not math.isclose(*found)
 
 
+def test_a_target_of_infinity_asks_for_no_noise(without_graphs):
+    model = make(noise_multiplier=None, batch_order="cyclic", **AUTO)
+    model.compile(tf.keras.optimizers.SGD(0.5, weight_decay=0.2), crossentropy())
+    fit(model, target_epsilon=math.inf, target_delta=1e-5)
+    assert (model.noise_multiplier, model.get_epsilon(1e-5)) == (0.0, math.inf)
+
+
 def statuses(model, text):
     return [a.status.value for a in model.assumptions if text in a.text]
 
