@@ -82,7 +82,17 @@ def trains(module, penalty=0.0, between=None, from_step=0, epochs=1, **arguments
 
 
 HEADS = {"head": lambda: nn.Linear(5, 3), "layers": layers, "convolution": convolution}
-OTHERS = {"words": Words, "token": Token}
+
+
+def circle():
+    """Opacus takes the padding of every convolution for zeros."""
+    module = convolution()
+    module[1] = nn.Conv1d(1, 4, 3, padding=1, padding_mode="circular")
+    module[-1] = nn.Linear(20, 3)
+    return module
+
+
+OTHERS = {"words": Words, "token": Token, "circle": circle}
 WAYS = [
     {},
     {"loss_reduction": "sum"},
@@ -98,6 +108,13 @@ def test_a_penalty_has_no_effect_and_is_refused(kind, penalty):
     torch.manual_seed(0)
     with pytest.raises(UnsupportedRunError, match=BESIDE):
         trains({**HEADS, **OTHERS}[kind](), penalty)
+
+
+def test_a_hook_on_a_parameter_has_no_effect_and_is_refused():
+    module = layers()
+    module[0].weight.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+    with pytest.raises(UnsupportedRunError, match=r"a hook on a parameter.* Leave it out"):
+        trains(module)
 
 
 @pytest.mark.parametrize("options", WAYS)

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import DiceSGD, HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -36,14 +36,14 @@ each_engine = pytest.mark.parametrize("new_engine", [hidden_state_engine, stock_
 class Run:
     """One make_private on a linear model, and the shortest loop."""
 
-    def __init__(self, engine, model=None):
+    def __init__(self, engine, model=None, **options):
         self.engine, self.plain = engine, nn.Linear(5, 3) if model is None else model
         self.model, self.optimizer, self.loader = engine.make_private(
             module=self.plain,
             optimizer=torch.optim.SGD(self.plain.parameters(), lr=0.5),
             data_loader=DataLoader(records(), batch_size=10),
             noise_multiplier=2.0,
-            max_grad_norm=2.1,
+            **{"max_grad_norm": 2.1, **options},
         )
 
     def epoch(self):
@@ -103,6 +103,32 @@ def test_copies_take_their_runs_along(copied, name):
         whole = Run(whole.engine, whole.model)
     assert rounds[-1] == pytest.approx(whole.epsilon)
     assert rounds[0] < rounds[1] < rounds[2]
+
+
+OPTIONS = {
+    "head": {"criterion": nn.CrossEntropyLoss()},
+    "known loss": {"criterion": nn.CrossEntropyLoss(), "feature_norm": 9.0, "max_grad_norm": 20.0},
+    "layers": {},
+    "DiceSGD": {"mechanism": DiceSGD(error_max_grad_norm=1.0), "batch_order": "cyclic"},
+}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_a_script_that_keeps_the_model_alone(kind):
+    """The hooks of a run end with its engine and optimizer."""
+    layers = [nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3)]
+    model = nn.Linear(5, 3) if "loss" in kind or kind == "head" else nn.Sequential(*layers)
+    found = []
+    for _ in range(3):
+        found.append(Run(hidden_state_engine(), model, **OPTIONS[kind]).epoch().epsilon)
+        gc.collect()
+    assert found[0] < found[1] < found[2]
+
+
+def test_a_layer_goes_on_in_another_model():
+    run = Run(hidden_state_engine(), nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3))).epoch()
+    new = nn.Sequential(run.plain[0], nn.Tanh(), nn.Linear(4, 3))
+    assert Run(hidden_state_engine(), new).epoch().epsilon > 1.1 * first_epsilon()
 
 
 def test_a_copy_holds_plain_types_of_that_moment():

@@ -319,11 +319,16 @@ def test_row5_a_backbone_that_another_engine_trained(make_run):
     head_only = WithState(nn.Identity())
     head_only.state = backbone.requires_grad_(False)
     make_run(model=head_only)  # nothing was trained yet
+    with pytest.raises(hsa.UnsupportedRunError, match="another engine took over its model"):
+        run.epoch()
     backbone.requires_grad_(True)
+    run = make_run(model=nn.Sequential(backbone, nn.Linear(5, 3)), loss_geometry=None)
     run.epoch()
+    first = run.engine.get_epsilon(DELTA)
     backbone.requires_grad_(False)
-    with pytest.raises(hsa.UnsupportedRunError, match="no other engine has trained"):
-        make_run(model=head_only)
+    again = make_run(model=head_only)  # the runs compose
+    again.epoch()
+    assert again.engine.get_epsilon(DELTA) > first
 
 
 class WritesUncounted(nn.Module):

@@ -199,6 +199,9 @@ PASSES = {
     "pre-hook": functools.partial(
         hooked, register="register_forward_pre_hook", change=lambda head, args: (args[0].flip(0),)
     ),
+    "backward hook": functools.partial(
+        hooked, register="register_full_backward_hook", change=lambda head, inner, outer: None
+    ),
 }
 
 

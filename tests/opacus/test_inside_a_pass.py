@@ -244,7 +244,15 @@ def a_known_loss_with_adam():
     )
 
 
+def other_weights():
+    _, model, _, _, loader = private(network())
+    for x, _ in loader:
+        nudged = {name: 1.1 * p for name, p in model.named_parameters()}
+        torch.func.functional_call(model, nudged, x)
+
+
 REFUSALS = [
+    (other_weights, "weights of Linear '0'.*functional_call.* Call the model itself"),
     (two_backward_passes, r"a second one at Linear 'body'.*\(first \+ second\).backward\(\)"),
     (gradient_penalty, "gradient penalty needs second derivatives.* Leave it out"),
     (train_forgotten, r"Call the private model in train\(\) mode"),

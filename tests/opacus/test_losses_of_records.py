@@ -147,6 +147,31 @@ def test_a_criterion_of_single_records(module, criterion, arguments):
     assert trained(module, records(), criterion, loss, **arguments) == LOOKED
 
 
+def of_a_column(outputs, targets):
+    return ((outputs[:, 0] - targets) ** 2).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize("criterion", [nn.MSELoss(), nn.SmoothL1Loss(), of_a_column])
+def test_targets_that_would_be_broadcast(criterion, dtype):
+    """Outputs of shape (n, 1), targets of shape (n,): the loop gives both the same shape."""
+    inputs, labels = records()
+
+    def loss(outputs, targets):
+        return functional.mse_loss(outputs.squeeze(1), targets.float())
+
+    network = lambda: nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 1))  # noqa: E731
+    assert trained(network, (inputs, labels.to(dtype)), criterion, loss) == LOOKED
+
+
+def test_a_criterion_that_draws_is_declared():
+    def criterion(outputs, labels):
+        losses = functional.cross_entropy(outputs, labels, reduction="none")
+        return (torch.rand(len(labels)) * losses).mean()
+
+    assert trained(layers, records(), criterion, criterion) == DECLARED
+
+
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_mean_over_the_tokens_of_a_record(padded):
     criterion = of_tokens()

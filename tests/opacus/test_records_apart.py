@@ -105,6 +105,18 @@ def test_dropout_hides_nothing(make_run, function):
             mixes.epoch()
 
 
+def test_dropout_of_a_function_hides_nothing_beside_other_records(make_run):
+    """Statistics of the batch in train() mode, as no eval() mode has them, were not noticed."""
+
+    class Statistics(Centres):
+        def forward(self, features):
+            return functional.dropout(super().forward(features), 0.5, self.training)
+
+    mixes = a_run(make_run, Statistics(), **KINDS["composition"])
+    with pytest.raises(hsa.UnsupportedRunError, match="the model mixes the records"):
+        mixes.epoch()
+
+
 @pytest.mark.parametrize("kind", ["one head", "a network"])
 def test_a_head_on_a_frozen_network_that_mixes(make_run, kind):
     """Composition: the features of a frozen part, divided by the largest of the batch."""
@@ -183,7 +195,7 @@ def trained(module, tensors, loss, arguments=None, **loader):
     data = tensors if isinstance(tensors, list) else TensorDataset(*tensors)
     model, optimizer, batches = engine.make_private(
         module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
-        data_loader=DataLoader(data, batch_size=6, **loader), noise_multiplier=1.0,
+        data_loader=DataLoader(data, **{"batch_size": 6, **loader}), noise_multiplier=1.0,
         max_grad_norm=1.0, batch_order="cyclic", **(arguments or {}),
     )  # fmt: skip
     for batch in batches:
@@ -220,6 +232,51 @@ def with_a_mask(model, ids, labels):
 def test_ordinary_models(make, inputs, loss):
     torch.manual_seed(0)
     assert trained(make(), (inputs.clone(), LABELS), loss).startswith(LOOKED)
+
+
+class Recurrent(nn.Module):
+    """As in an example of Opacus: initial states have the records in their second dimension."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = DPLSTM(1, 3, batch_first=True), nn.Linear(3, 3)
+
+    def forward(self, inputs, states):
+        return self.head(self.lstm(inputs[..., None], states)[0][:, -1])
+
+
+class Attends(nn.Module):
+    """To earlier positions: the mask has one for every pair of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.head = nn.Linear(6, 6), nn.Linear(6, 3)
+
+    def forward(self, inputs, mask):
+        scores = (self.query(inputs) @ inputs.mT).masked_fill(mask, -1e9)
+        return self.head((scores.softmax(-1) @ inputs).mean(1))
+
+
+def with_states(model, inputs, labels):
+    states = (torch.zeros(1, len(inputs), 3), torch.zeros(1, len(inputs), 3))
+    return functional.cross_entropy(model(inputs, states), labels)
+
+
+def with_positions(model, inputs, labels):
+    mask = torch.ones(6, 6).triu(1).bool()
+    return functional.cross_entropy(model(inputs, mask), labels)
+
+
+@pytest.mark.parametrize("size", [3, 6])
+@pytest.mark.parametrize(
+    ("make", "inputs", "loss"),
+    [(Recurrent, PAIRS, with_states), (Attends, torch.randn(12, 6, 6), with_positions)],
+    ids=["initial states", "mask of positions"],
+)
+def test_arguments_that_are_no_records(make, inputs, loss, size):
+    torch.manual_seed(0)
+    said = trained(make(), (inputs, LABELS), loss, batch_size=size)
+    assert said.startswith(ALONE)
 
 
 @pytest.mark.parametrize("beside", [True, False])

@@ -59,6 +59,14 @@ class _Followed(GradSampleHooks):
                 "pass (tied weights, several passes): ghost clipping cannot add up norms. Use "
                 'grad_sample_mode="hooks".'
             ) from None
+        except AttributeError as error:
+            if all(hasattr(p, "_forward_counter") for p in module.parameters() if p.requires_grad):
+                raise
+            raise UnsupportedRunError(
+                f"Expected the weights of {self._name(module)} that make_private got, got others "
+                "(functional_call, a swapped parameter, sharpness-aware training): Opacus would "
+                "compute no gradients of them. Call the model itself, with its own weights."
+            ) from error
         first = output[0] if isinstance(output, tuple | list) else output
         if not (isinstance(first, torch.Tensor) and first.requires_grad):
             return

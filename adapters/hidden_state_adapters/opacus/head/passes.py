@@ -14,7 +14,7 @@ from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients.figures import Figure, counted_writes
 from hidden_state_adapters.opacus.gradients.precision import check_arithmetic, exact_products
 from hidden_state_adapters.opacus.sources.apart import Call
-from hidden_state_adapters.opacus.sources.base import Hooks
+from hidden_state_adapters.opacus.sources.base import Hooks, remove_all
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.iterate import Iterate
 
@@ -52,6 +52,9 @@ class HeadPass:
 class HeadPasses:
     """Follows a linear head. The loop gets outputs that do not lead to the head's parameters.
 
+    Attributes:
+        handles: Its hooks.
+
     Args:
         module: The module itself, not Opacus' wrapper.
         head: Its linear layer.
@@ -85,7 +88,7 @@ class HeadPasses:
         self._hooks = None if is_composed else Hooks(self._modules)
         self._weight, self._bias = head.weight, head.bias
         self._is_idle = False
-        self._handles = [
+        self.handles = [
             module.register_forward_pre_hook(self._begin, with_kwargs=True),
             head.register_forward_hook(self._note, with_kwargs=True, prepend=True),
             module.register_forward_hook(self._end, always_call=True),
@@ -152,8 +155,7 @@ class HeadPasses:
 
     def close(self) -> None:
         """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        remove_all(self.handles)
         self.forget()
 
     def __reduce__(self) -> Any:

@@ -69,6 +69,7 @@ class HeadRun(Source):
             has_loss=self._has_loss,
             is_composed=self._is_composed,
         )
+        self.handles = self._passes.handles
         self._has_layers = module is not head
         self._used: list[HeadPass] = []
         self._first: torch.Tensor | None = None  # features of the first block of a step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from hidden_state_adapters.opacus.head.targets import Targets
 from hidden_state_adapters.opacus.run.accounted import AccountedRun
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.registry import check_later_steps, note_branch
-from hidden_state_adapters.opacus.sources.base import Source
+from hidden_state_adapters.opacus.sources.base import Source, remove_all
 from hidden_state_adapters.opacus.sources.collated import Collated
 from hidden_state_adapters.opacus.sources.samples import SampledRun
 
@@ -84,6 +85,8 @@ class TrainingRun:
             maps_records=declared.arguments.loop_maps_records,
         )
         self.source = _source(declared, self.batch)
+        # A script may keep the model alone, and train it in another run.
+        weakref.finalize(self, remove_all, self.source.handles).atexit = False
 
     @property
     def id(self) -> str:

@@ -110,11 +110,16 @@ class _Look:
                     continue
                 if self._are_near(found, expected):
                     continue
-                first, again = (self.computed(call, rows, is_random=True) for _ in range(2))
+                with random_numbers_as_before(tree_leaves(call)):
+                    # Batches of one size draw the same numbers; of other sizes some may differ.
+                    for _ in range(2):
+                        again = self.computed(call, rows, is_random=size != rows)
             except Exception:  # whatever a model may raise on records that are not in the data
                 has_seen_all = False
                 continue
-            return False if self._are_near(first, again) else None
+            if self._are_near(again, whole):
+                return False
+            has_seen_all = False
         return True if has_seen_all else None
 
     def computed(self, call: Call, rows: int, *, is_random: bool = False) -> list[torch.Tensor]:
@@ -160,10 +165,13 @@ def halves(rows: int) -> tuple[range, range]:
 
 def _changed(call: Call, rows: int, dim: int, kept: range, factor: int | None) -> Call:
     """The records that are kept, alone or beside others."""
+    first = next((x for x in tree_leaves(call) if isinstance(x, torch.Tensor)), None)
 
     def one(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.dim() <= dim or value.shape[dim] != rows:
             return value
+        if value.shape == (rows, rows) and value is not first:
+            return value  # a mask of positions, of a sequence as long as the batch
         parts = [value.detach().narrow(dim, half.start, len(half)) for half in halves(rows)]
         own = 0 if kept.start == 0 else 1
         if factor is None:

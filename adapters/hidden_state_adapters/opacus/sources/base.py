@@ -32,6 +32,13 @@ ONE_CALL = (
     "that row i of every pass is made of record i alone, or of no record."
 )
 _IS_TRAINED = operator.attrgetter("requires_grad")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def remove_all(handles: Iterable[Any]) -> None:
+    """Removes hooks."""
+    for handle in handles:
+        handle.remove()
 
 
 class Hooks:
@@ -47,7 +54,7 @@ class Hooks:
 
     def check(self) -> None:
         """Raises UnsupportedRunError if there are more than in the first call."""
-        count = sum(len(m._forward_pre_hooks) + len(m._forward_hooks) for m in self._modules)
+        count = sum(len(getattr(part, kind)) for part in self._modules for kind in _HOOKS)
         if self._count is None:
             self._count = count
         elif count > self._count:
@@ -67,6 +74,7 @@ class Source:
 
     Attributes:
         iterate: The weights that the last step left.
+        handles: The hooks on the model, which do not outlive the run.
 
     Args:
         module: The module itself, not Opacus' wrapper.
@@ -80,6 +88,7 @@ class Source:
         divides: Whether the loss of a batch is divided by its number of records.
     """
 
+    handles: list[Any]
     _has_layers = True  # whether the model is more than a linear head
 
     def __init__(
@@ -166,9 +175,10 @@ class Source:
     def _reached_beside(self, step: int, what: str) -> UnsupportedRunError:
         after = "" if self._is_composed else ", or after="
         return UnsupportedRunError(
-            f"step {step}: something beside the outputs of {what}: a penalty in the loss, or "
-            "another use of the weights. It is inside no clip and in no bound, and would have no "
-            f"effect. Use the optimizer's weight_decay{after}."
+            f"step {step}: something beside the outputs of {what}: a penalty in the loss, another "
+            "use of the weights, or a hook on a parameter. It is inside no clip and in no bound, "
+            "and would have no effect. Leave it out; a penalty is the optimizer's "
+            f"weight_decay{after}."
         )
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:

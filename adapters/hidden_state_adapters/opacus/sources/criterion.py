@@ -35,23 +35,25 @@ def losses_are_apart(
     if isinstance(criterion, nn.Module):
         criterion = copy.deepcopy(criterion).cpu()  # where no label is fatal
     for output, target in itertools.product(outputs, reversed(tensors)):
-        for form in (_as_it_is, _as_positions):
+        own = output.float() if is_half(output) else output
+        found = []
+        for form in (_as_it_is, _as_outputs, _as_positions):
             try:
-                own = output.float() if is_half(output) else output
-                return _are_apart(form(criterion), own.cpu(), target.cpu(), divides)
+                found.append(_are_apart(form(criterion), own.cpu(), target.cpu(), divides))
             except Exception:  # whatever a criterion may raise that is given something else
                 continue
+        if found:
+            return any(found)  # in another form targets may be broadcast
     return None
 
 
 def _as_it_is(criterion: Loss) -> Loss:
-    """Of real targets in the shape of the outputs: others would be broadcast."""
+    return criterion
 
-    def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        fits = target.is_floating_point() and target.numel() == output.numel()
-        return criterion(output, target.reshape(output.shape).to(output) if fits else target)
 
-    return loss
+def _as_outputs(criterion: Loss) -> Loss:
+    """Of targets in the shape and type of the outputs."""
+    return lambda output, target: criterion(output, target.reshape(output.shape).to(output))
 
 
 def _as_positions(criterion: Loss) -> Loss:
@@ -61,6 +63,8 @@ def _as_positions(criterion: Loss) -> Loss:
 
 def _are_apart(loss: Loss, output: torch.Tensor, target: torch.Tensor, divides: bool) -> bool:
     whole = _gradient(loss, output, target, divides)
+    if not torch.equal(whole, _gradient(loss, output, target, divides)):
+        raise ValueError("The criterion draws random numbers.")
     for part in _parts(len(output)):
         rows = slice(part.start, part.stop)
         off = _gradient(loss, output[rows], target[rows], divides) - whole[rows]

@@ -37,7 +37,7 @@ from hidden_state_adapters.opacus.gradients.samples import (
     why_not_records,
 )
 from hidden_state_adapters.opacus.sources.apart import Call, halves, outputs_of
-from hidden_state_adapters.opacus.sources.base import ONE_CALL, Hooks, Source
+from hidden_state_adapters.opacus.sources.base import ONE_CALL, Hooks, Source, remove_all
 from hidden_state_adapters.opacus.sources.frozen import FrozenPart
 from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
 from hidden_state_adapters.opacus.wrappers import GhostModule
@@ -83,7 +83,8 @@ class SampledRun(Source):
         self._hooks = None if self._is_composed else Hooks(self._modules)
         self._is_idle = False
         self._reached = _Reached(module, self.iterate.params)
-        self._handle = module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        own = module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.handles = [own, *self._reached.handles]
         refuse_packed_sequences(module)
 
     def follow(self, private: Any) -> None:
@@ -94,6 +95,7 @@ class SampledRun(Source):
         """
         if isinstance(private, GradSampleHooks):
             self._counting = list(private.iterate_submodules(self._module))
+            self.handles += vars(self._module).get("autograd_grad_sample_hooks", [])
         if isinstance(private, GhostModule):
             self.ghost = private
         elif isinstance(private, GradSampleHooks):
@@ -211,13 +213,15 @@ class SampledRun(Source):
     def _computed(self, call: Call) -> list[torch.Tensor]:
         args, kwargs = call
         rows = {self._rows_of([x]) for x in tensors_of(call)}
-        is_part = self._whole not in rows and not rows.isdisjoint(map(len, halves(self._whole)))
+        parts = {len(half) for half in halves(self._whole)} - {1}  # what is broadcast fits all
+        is_part = self._whole not in rows and not rows.isdisjoint(parts)
+        seen: set[nn.Module] = set()
 
         def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             # A sequence that is as long as the batch has records stays so in a part of it.
             dim = 0 if isinstance(layer, RNNLinear) else self._dim
             if is_part and self._rows_of(inputs[:1], dim) == self._whole:
-                self._miscounted.add(layer)
+                seen.add(layer)
 
         handles = [layer.register_forward_pre_hook(note) for layer in self._counting]
         try:
@@ -225,6 +229,7 @@ class SampledRun(Source):
         finally:
             for handle in handles:
                 handle.remove()
+        self._miscounted |= seen  # not of a pass that failed: states are those of the whole batch
         return [x for x in found if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
     def used(self, piece: Piece) -> None:
@@ -259,9 +264,8 @@ class SampledRun(Source):
         yield from self._of_the_loss()
 
     def close(self) -> None:
-        """Removes the hooks."""
-        self._handle.remove()
-        self._reached.close()
+        """Removes the hooks, those of Opacus too: layers may be trained on inside another model."""
+        remove_all(self.handles)
 
     def __reduce__(self) -> Any:
         return object.__new__, (type(self),)
@@ -271,11 +275,12 @@ class _Reached:
     """Notes what the loop's backward pass brings to the parameters.
 
     It has no effect on a step, which adds up the gradients of the records, so that a penalty on
-    the weights would have none. Opacus' gradients of some embeddings are others by design; they are
-    not compared.
+    the weights would have none. Opacus' gradients of some embeddings are others by design, and so
+    are those of convolutions with other padding than zeros; they are not compared.
 
     Attributes:
         listens: Whether the next step is compared.
+        handles: Its hooks.
 
     Args:
         module: The module itself, not Opacus' wrapper.
@@ -283,9 +288,9 @@ class _Reached:
     """
 
     def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]):
-        left_out = {id(part.weight) for part in module.modules() if _counts_otherwise(part)}
+        left_out = {id(part.weight) for part in module.modules() if _differs_by_design(part)}
         self._params = [p for p in params if id(p) not in left_out]
-        self._handles = [p.register_hook(functools.partial(self._note, p)) for p in self._params]
+        self.handles = [p.register_hook(functools.partial(self._note, p)) for p in self._params]
         self.listens = True
         self.forget()
 
@@ -318,18 +323,15 @@ class _Reached:
         allowed = (_TOLERANCE if is_fine else _COARSE) * size
         return torch.minimum(off, nothing) > allowed
 
-    def close(self) -> None:
-        """Removes the hooks."""
-        for handle in self._handles:
-            handle.remove()
-
 
 def _joint(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     norms = [torch.linalg.vector_norm(part) for part in parts]
     return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
 
 
-def _counts_otherwise(part: nn.Module) -> bool:
+def _differs_by_design(part: Any) -> bool:
+    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return part.padding_mode != "zeros"
     is_embedding = isinstance(part, nn.Embedding | nn.EmbeddingBag)
     return is_embedding and (part.padding_idx is not None or part.sparse or part.scale_grad_by_freq)
 
