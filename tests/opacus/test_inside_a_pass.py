@@ -109,8 +109,9 @@ def evaluated_into_the_clipped_sum():
 
 
 def twice_in_ghost_clipping():
-    _, model, _, _, loader = private(network(), grad_sample_mode="ghost")
+    _, model, optimizer, _, loader = private(network(), grad_sample_mode="ghost")
     for x, _ in loader:
+        optimizer.zero_grad()
         model(x), model(x)
 
 
@@ -245,8 +246,9 @@ def a_known_loss_with_adam():
 
 
 def other_weights():
-    _, model, _, _, loader = private(network())
+    _, model, optimizer, _, loader = private(network())
     for x, _ in loader:
+        optimizer.zero_grad()
         nudged = {name: 1.1 * p for name, p in model.named_parameters()}
         torch.func.functional_call(model, nudged, x)
 
