@@ -32,7 +32,7 @@ Changes = Callable[[float], Sequence[tuple[str, float]]]
 class Status(enum.Enum):
     """Who vouches for an assumption."""
 
-    CHECKED = "checked"  # the software verified it on every step
+    CHECKED = "checked"  # made or compared by the software: in every step, or when the text says
     DECLARED = "declared"  # the user's word
     PUBLIC = "public"  # a value that an adversary may know
 

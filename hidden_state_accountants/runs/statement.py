@@ -29,7 +29,7 @@ _MEANING = {
     ),
 }
 _LABELS = {
-    Status.CHECKED: "checked at every step",
+    Status.CHECKED: "checked by the software",
     Status.DECLARED: "declared by you",
     Status.PUBLIC: "public",
 }

@@ -160,7 +160,7 @@ def test_assumptions_stand_with_who_vouches_for_them():
     A = hsa.Assumption
     said = statement(BLOCKS, assumptions=(A.checked("one"), A.declared("two"), A.checked("three")))
     text = fields(said.lines())
-    assert text["checked at every step"] == ["one", "three"]
+    assert text["checked by the software"] == ["one", "three"]
     assert text["declared by you"] == ["two"]
     assert "public" not in text
     assert "Checked:\n  - one\n  - three\n\nDeclared by you:\n  - two\n\n" in said.paragraphs()

@@ -264,7 +264,8 @@ class EnvelopeCriterion(KnownCriterion):
         if outputs != 1 and not self.criterion.takes_several_outputs:
             raise UnsupportedRunError(
                 f"criterion= needs one output for {type(self.criterion).__name__}, got "
-                f"{outputs}. Use a model with one output, or declare a LossGeometry."
+                f"{outputs}. Use a model with one output, or leave out criterion= and "
+                "feature_norm=: every step then counts."
             )
         geometry: LossGeometry = self.criterion.geometry(norm, bias)
         return geometry

@@ -77,7 +77,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         checkpoint that was not saved with stays_private=True.
       - Not covered: anything computed from a model and the private records (training loss, accuracy
         on the training data). See `evaluate_on_private_data`.
-      - Assumptions: `assumptions` lists each as checked at every step, declared by the user, or
+      - Assumptions: `assumptions` lists each as checked by the software, declared by the user, or
         public. What the training loop does differently raises UnsupportedRunError.
 
     Args:
@@ -503,7 +503,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """Everything that has to be true, each checked at every step, declared or public."""
+        """Everything that has to be true, each checked by the software, declared or public."""
         proven, run = self.accountant.guarantee.assumptions, self._run
         is_computed_here = run is not None and isinstance(run.source, KnownHeadRun)
         own = [

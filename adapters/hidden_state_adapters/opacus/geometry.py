@@ -137,7 +137,7 @@ def auto_loss_geometry(
     if criterion is None:
         raise UnsupportedRunError(
             'loss_geometry="auto" needs the criterion of the training loop, got none. Pass '
-            "criterion=, or declare loss_geometry."
+            "criterion=, or leave out loss_geometry=: every step then counts."
         )
     if feature_norm is None:
         raise UnsupportedRunError(

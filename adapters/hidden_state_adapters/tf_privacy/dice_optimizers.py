@@ -218,7 +218,7 @@ class DiceOptimizer(PrivateOptimizer):
             raise refusal(
                 "Expected expected_batch_size under ADD_OR_REMOVE_ONE, got None: the sums are "
                 "divided by the number of rows, which is another one with an example less. Declare "
-                "the divisor, or use REPLACE_SPECIAL."
+                "a constant that was not computed from their number, or use REPLACE_SPECIAL."
             )
         guarantee = DiceSgdAccountant(relation).compose(event).guarantee
         assumptions = (Assumption.checked(CHECKED), *OF_EVERY_RUN, *guarantee.assumptions)

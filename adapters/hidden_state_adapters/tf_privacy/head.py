@@ -304,7 +304,7 @@ def check_norms(features: tf.Tensor, feature_norm: float) -> None:
             f"Expected features of norm at most feature_norm = {feature_norm:.8g} at the "
             f"linear layer, got {norms[worst]:.8g} for example {worst} of the data "
             "set. Scale every example down to the declared norm by itself, or declare a "
-            "larger one."
+            "larger one that was not read off the data."
         )
 
 

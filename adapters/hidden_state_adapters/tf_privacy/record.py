@@ -45,7 +45,7 @@ _FIXED = (
 )
 _CHECKED = (
     "variables in float32 or float64, changed by the private optimizer only; variables that are "
-    "not trained unchanged",
+    "not trained as at the start, whenever epsilon is asked for",
 )
 _DECLARED = (
     "the preprocessing of an example does not depend on the others",

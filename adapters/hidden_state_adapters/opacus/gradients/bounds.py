@@ -29,7 +29,8 @@ def check_gradients(step: int, largest: float, lipschitz: float | None) -> None:
             f"step {step} has a per-example gradient of norm {largest:.8g}, expected at most "
             f"the declared lipschitz = {lipschitz:.8g}. The loss is not the declared one (sum "
             "instead of mean? class weights? a scaled loss?) or the features are longer than "
-            "declared. The step was not taken. Correct loss_geometry, criterion or feature_norm."
+            "declared. The step was not taken. Declare the loss that the loop computes, and "
+            "scale every record down to the declared norm."
         )
     if not math.isfinite(largest):
         raise UnsupportedRunError(

@@ -119,7 +119,8 @@ class HeadPasses:
             raise UnsupportedRunError(
                 f"Expected features of shape (records, {head.in_features}) at the linear layer, "
                 f"got {tuple(features.shape[1:])} for each: several rows per record are not one "
-                "linear prediction. Flatten them, or declare loss_geometry without feature_norm."
+                "linear prediction. Flatten them, or leave out criterion= and feature_norm=: "
+                "every step then counts."
             )
         if self._hooks is not None:
             self._hooks.check()

@@ -42,7 +42,7 @@ def remove_all(handles: Iterable[Any]) -> None:
 
 
 class Hooks:
-    """Refuses hooks that were registered on a model after its first training pass.
+    """Refuses more hooks on a model than in its first training pass.
 
     Args:
         modules: Names and modules of the model.
@@ -281,7 +281,7 @@ class Source:
             "model is released"
         )
         if not self._is_composed:
-            yield Assumption.checked("no hooks on the model but those of the first training pass")
+            yield Assumption.checked("no more hooks on the model than in the first training pass")
         if not all(self._flags):
             yield Assumption.declared(
                 "the frozen part of the model is public: it was not fitted to the private records, "
@@ -289,7 +289,10 @@ class Source:
             )
         if self._frozen:
             layers = "layers with running statistics in " if self._is_composed else ""
-            yield Assumption.checked(f"{layers}the frozen part of the model in eval() mode")
+            yield Assumption.checked(
+                f"{layers}the frozen part of the model in eval() mode, whenever the loop calls the "
+                "model"
+            )
         looked = ""
         if self._is_apart:
             looked = (

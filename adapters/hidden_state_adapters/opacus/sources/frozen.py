@@ -85,8 +85,8 @@ class FrozenPart:
                     f"Expected batch normalisation with statistics of its own, got "
                     f"{type(part).__name__} {name!r} in train() mode with those of its "
                     "initialisation: it is frozen, so that it would never learn others and change "
-                    "nothing. Load pretrained weights, call .eval() on it if that is meant, or use "
-                    "nn.GroupNorm."
+                    "nothing. Load public pretrained weights, call .eval() on it if that is meant, "
+                    "or use nn.GroupNorm."
                 )
         self._checked, self._checked_in = [part for _, part in found], modules
 
