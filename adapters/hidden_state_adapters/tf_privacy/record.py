@@ -263,8 +263,8 @@ class RecordedRun:
             raise refusal(
                 f"Expected a fresh optimizer, or the weights that its last step left, got one with "
                 f"iterations = {before} and other weights: the steps that it counts are missing "
-                "here. If the weights come from no training on these examples, compile with a "
-                "fresh optimizer."
+                "here. Go on with the state of that run; or, if the weights come from no training "
+                "on these examples, compile with a fresh optimizer."
             )
         if self._earlier:
             _logger.warning(
