@@ -98,7 +98,8 @@ class LossCurve(ComposableCurve):
     def least_epsilon(self, delta: float) -> float:
         if self._composed is None or not delta > _RELIABLE * self._composed.infinite:
             return 0.0  # Renyi divergences may be smaller
-        return self._composed.least_epsilon(delta)
+        least = self._composed.least_epsilon(delta)
+        return min(least, epsilon_from_mu(self.largest_mu, delta))
 
     def epsilon(self, delta: float) -> float:
         by_loss = math.inf if self._composed is None else self._composed.epsilon(delta)

@@ -139,7 +139,7 @@ class _Direction:
         highest = self._parts.highest
         if epsilon * (1 - 4 * UNIT) >= highest * self._grid:
             return self._parts.infinite
-        cell = min(math.floor(epsilon / self._grid), highest - 1)
+        cell = min(math.floor(epsilon * (1 - 4 * UNIT) / self._grid), highest - 1)
         while len(self._deltas) < cell + 2 and not self._is_complete:
             self._extend()
         if len(self._deltas) < cell + 2:
@@ -221,7 +221,7 @@ class _Direction:
         size = _size_above(max(stop - start, longest // 64, 1))
         spectrum = np.ones(size // 2 + 1, dtype=complex)
         of_transform = 8 * UNIT * math.log2(size)  # its error, relative to the norm of the result
-        absolute, relative, lowest = 0.0, np.full(len(spectrum), of_transform), 0
+        absolute, relative, lowest = 0.0, np.zeros(len(spectrum)), 0
         for first, part, count in sorted(tilt.parts, key=lambda part: -part[2]):
             power = _transformed_power(_wrapped(part, size), count, spectrum != 0)
             spectrum *= power.values
@@ -229,8 +229,9 @@ class _Direction:
             relative += power.error
             lowest += count * (first + power.place)
         law = np.roll(fft.irfft(spectrum, size), (lowest - start) % size)
-        errors = np.linalg.norm(np.expm1(relative) * np.abs(spectrum)) * math.sqrt(2 / size)
-        return np.maximum(law, 0.0), absolute + float(errors) + _VANISHED
+        moduli = np.abs(spectrum)
+        errors = np.linalg.norm(np.expm1(relative) * moduli) + of_transform * np.linalg.norm(moduli)
+        return np.maximum(law, 0.0), absolute + float(errors) * math.sqrt(2 / size) + _VANISHED
 
 
 def _size_above(number: int) -> int:
@@ -301,7 +302,10 @@ def _transformed_power(masses: np.ndarray, count: int, alive: np.ndarray) -> _Po
     rest = np.roll(masses, -place)
     largest, rest[0] = float(rest[0]), 0.0
     values = largest + fft.rfft(rest)
-    alive = alive & (np.abs(values) > _VANISHED ** (1 / count))  # soon few, if it runs often
+    # Of one coefficient: without it a power that has not vanished could be taken for one that has.
+    error_of_one = 8 * UNIT * math.log2(len(rest)) * math.sqrt(len(rest)) * np.linalg.norm(rest)
+    moduli = np.abs(values) + (error_of_one + 8 * UNIT)
+    alive = alive & (moduli > _VANISHED ** (1 / count))  # soon few, if it runs often
     error = np.zeros(len(values))
     frequencies = np.flatnonzero(alive)
     turns = min(_TURNS_OF_A_RUN * count, _MOST_TURNS)
@@ -477,7 +481,8 @@ class Parts:
         )
         infinite = abs(math.expm1(log_finite))
         if log_total < _LARGEST_EXPONENT:
-            self.infinite = min(1.0, infinite * math.exp(log_total + 64 * UNIT))
+            log_total += 64 * UNIT * (self.count + 1)
+            self.infinite = min(1.0, infinite * math.exp(log_total))
         else:  # so many that nothing is claimed
             self.infinite = 1.0
 
@@ -552,7 +557,7 @@ class Parts:
             high = self._smallest_chernoff(tilt, move)
             low = -self._smallest_chernoff(tilt, -move)
         return (
-            max(self.lowest, min(first, math.floor(low / self.grid) - 1)),
+            min(first, max(self.lowest, math.floor(low / self.grid) - 1)),
             min(self.highest, max(last, math.ceil(high / self.grid) + 1)),
         )
 

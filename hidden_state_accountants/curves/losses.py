@@ -94,11 +94,12 @@ class LossMasses:
         inside[offset : offset + len(self.masses)] = self.masses
         inside = inside.reshape(rows, factor)
         places = np.arange(factor) * self.grid
+        left_over = np.arange(factor, 0, -1) * self.grid  # grid - places would cancel
         to_the_right = np.expm1(-places) / math.expm1(-grid)
-        to_the_left = np.exp(-places) * np.expm1(places - grid) / math.expm1(-grid)
+        to_the_left = np.exp(-places) * np.expm1(-left_over) / math.expm1(-grid)
         masses = np.append((inside * to_the_left).sum(axis=1), 0.0)
         masses[1:] += (inside * to_the_right).sum(axis=1)
-        return LossMasses(lower, masses * (1 + (factor + 32) * UNIT), self.infinite, grid)
+        return LossMasses(lower, masses * (1 + (factor + 64) * UNIT), self.infinite, grid)
 
 
 def _nodes(lowest: int, highest: int, widest: int) -> np.ndarray:
@@ -151,6 +152,8 @@ class PrivacyLoss:
             masses = _connect_the_dots(forward, forward, grid)
             return cls(masses, masses)
         backward = _falling(profile.backward(epsilons))
+        # Both begin at the total variation: rounding apart, the smaller one would lose mass.
+        forward[0] = backward[0] = max(forward[0], backward[0])
         return cls(
             _connect_the_dots(forward, backward, grid), _connect_the_dots(backward, forward, grid)
         )

@@ -1107,6 +1107,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "np.exp(count * logarithms), (count * lengths + 16) * UNIT",
                 "np.exp(count * logarithms), 0 * lengths",
             ),
+            "error_of_the_inverse_transform_is_dropped": (
+                "+ of_transform * np.linalg.norm(moduli)",
+                "+ 0 * np.linalg.norm(moduli)",
+            ),
             "masses_of_the_fast_transform_have_no_error": (
                 "absolute += count * of_transform * power.rest",
                 "absolute += 0 * power.rest",
@@ -1139,6 +1143,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     },
     "curves/losses.py": {
         "core/test_privacy_losses.py": {
+            "directions_of_a_loss_begin_at_different_values": (
+                "forward[0] = backward[0] = max(forward[0], backward[0])",
+                "pass",
+            ),
             "privacy_loss_has_no_negative_losses": (
                 "below = _masses_above_zero(opposite, grid)",
                 "below = 0 * _masses_above_zero(opposite, grid)",
