@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from opacus import PrivacyEngine
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -38,24 +36,6 @@ def train(model, optimizer, criterion, batches):
         optimizer.zero_grad()
         criterion(model(features), labels).backward()
         optimizer.step()
-
-
-def weights(model):
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-@pytest.mark.parametrize("size", [4, 3])
-def test_the_trajectory_is_that_of_opacus(size):
-    """Also in pieces; and epsilon is that of the steps."""
-    own = private(HiddenStatePrivacyEngine(), batch_order="cyclic")
-    stock = private(PrivacyEngine(), poisson_sampling=False)
-    for model, wrapped, optimizer, criterion, loader in (own, stock):
-        with BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=size, optimizer=optimizer
-        ) as pieces:
-            train(wrapped, optimizer, criterion, pieces)
-        assert torch.isfinite(weights(model)).all()
-    torch.testing.assert_close(weights(own[0]), weights(stock[0]), rtol=1e-5, atol=1e-6)
 
 
 def test_it_is_accounted():

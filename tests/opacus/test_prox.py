@@ -14,7 +14,7 @@ from hidden_state_adapters.opacus import (
     BlockCoordinate,
     DiceSGD,
 )
-from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
+from hidden_state_adapters.opacus.composed import ComposedOptimizer
 from hidden_state_adapters.opacus.step_maps import TORCH_PROX
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

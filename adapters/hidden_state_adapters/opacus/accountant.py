@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import math
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
+import dp_accounting
+import torch
 from dp_accounting import NeighboringRelation
 from opacus.accountants import IAccountant
 from opacus.optimizers import AdaClipDPOptimizer, DPOptimizer
@@ -17,6 +21,7 @@ from hidden_state_accountants import (
     Assumption,
     BatchOrder,
     Guarantee,
+    LastIterateAccountant,
     LossGeometry,
     RunRecorder,
     Schedule,
@@ -24,24 +29,35 @@ from hidden_state_accountants import (
     compose_guarantees,
     validate,
 )
+from hidden_state_accountants.bounds.assumptions import COMMON
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.ledger import refuse_in_budget
+from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Run
+from hidden_state_adapters.opacus.data.reading import drawn_rate
 from hidden_state_adapters.opacus.gradients.figures import read
-from hidden_state_adapters.opacus.run.accounted import (
+from hidden_state_adapters.opacus.gradients.noise import whose_noise
+from hidden_state_adapters.opacus.run.registry import (
     AccountedRun,
-    Row,
+    Lineage,
     declared_by,
     declared_texts,
-    undeclared_guarantee,
+    end_other_runs,
+    note_trained,
 )
-from hidden_state_adapters.opacus.run.registry import Lineage, end_other_runs, note_trained
 from hidden_state_adapters.opacus.run.settings import WHY_NOT_ADAPTIVE
-from hidden_state_adapters.opacus.stock.made import MadePrivate, take_over_noise
-from hidden_state_adapters.opacus.stock.run import ON_TRUST, OWN_COINS, StockDeclaration, StockRun
+from hidden_state_adapters.opacus.stock import (
+    ON_TRUST,
+    MadePrivate,
+    StockDeclaration,
+    StockRun,
+    check_noise,
+)
 from hidden_state_adapters.public_numbers import warn_of_delta
 
 MECHANISM = "hidden_state"
+Row = tuple[float, float, int]
+"""Noise multiplier, sample rate, number of steps; as in Opacus' histories."""
 
 _UNDECLARED = (
     "No run was declared: epsilon is that of composition under Poisson sampling and "
@@ -135,7 +151,7 @@ class HiddenStateAccountant(IAccountant):
         arguments = {name: value for name, value in locals().items() if name != "self"}
         declaration = StockDeclaration(**arguments)
         self._refuse_undeclared_steps("declare_run")
-        if self._made is None or self._made.count.num_steps:
+        if self._made is None or self._made.num_steps:
             self._pending = declaration
         else:
             self._begin(self._made, declaration)
@@ -318,12 +334,12 @@ class HiddenStateAccountant(IAccountant):
 
         What `_admit` refuses depends on nothing of the records; what is refused later ends the run.
         """
-        step, is_first = len(self) + 1, not made.count.num_steps
+        step, is_first = len(self) + 1, not made.num_steps
         self._admit(made, optimizer, step)
         try:
             if is_first:
                 note_trained(made.inner, optimizer.params, self._lineage)
-                noise = take_over_noise(optimizer)
+                check_noise(optimizer)
             _check_finite(optimizer, step)
             if made.run is None:
                 rate = made.sample_rate * optimizer.accumulated_iterations
@@ -334,11 +350,11 @@ class HiddenStateAccountant(IAccountant):
         except UnsupportedRunError as error:
             self.refuse(f"A step of the run was refused, which ended it: {error}")
             raise
-        made.count.num_steps += 1
+        made.num_steps += 1
         if is_first and made.run is not None:
-            made.run.assume(noise)
+            made.run.assume(whose_noise(optimizer))
         elif is_first:
-            own = (noise, ON_TRUST, *([OWN_COINS] if made.has_own_coins else []))
+            own = (whose_noise(optimizer), ON_TRUST, *made.coins)
             self._of_undeclared = merge_assumptions([self._of_undeclared, own])
 
     def _admit(self, made: MadePrivate, optimizer: DPOptimizer, step: int) -> None:
@@ -360,7 +376,7 @@ class HiddenStateAccountant(IAccountant):
                 "Expected one declare_run for every make_private, got an optimizer without one. "
                 "Call engine.accountant.declare_run(...) after make_private, before its first step."
             )
-        if not made.count.num_steps:
+        if not made.num_steps:
             self._check_initial(made, optimizer)
             if made.run is None:
                 made.check_undeclared()
@@ -391,7 +407,7 @@ class HiddenStateAccountant(IAccountant):
             UnsupportedRunError: There is none.
         """
         self.check_not_refused()
-        if self._made is not None and not self._made.count.num_steps and not self._is_restored:
+        if self._made is not None and not self._made.num_steps and not self._is_restored:
             self._made.check_moved()
         runs = [run for run in self._runs if run.recorder.num_steps]
         if self._history and runs:
@@ -401,7 +417,7 @@ class HiddenStateAccountant(IAccountant):
                 "fresh accountant for each."
             )
         if self._history:
-            guarantee = undeclared_guarantee(tuple(self._history))
+            guarantee = _undeclared_guarantee(tuple(self._history))
             merged = merge_assumptions([guarantee.assumptions, self._of_undeclared])
             return attrs.evolve(guarantee, assumptions=merged)
         self._check()
@@ -492,8 +508,34 @@ def _rows(run: Run) -> list[Row]:
 def _check_finite(optimizer: DPOptimizer, step: int) -> None:
     """Raises UnsupportedRunError if the noisy gradients are not finite."""
     gradients = [p.grad for p in optimizer.params if p.grad is not None]
-    if not all(read({str(i): g.isfinite().all() for i, g in enumerate(gradients)}).values()):
+    sums = {str(i): g.sum(dtype=torch.float64) for i, g in enumerate(gradients)}  # of fewer passes
+    if not all(map(math.isfinite, read(sums).values())):
         raise UnsupportedRunError(
             f"step {step} has a gradient that is not finite, which no clip bounds and no noise "
             "hides. Look for a division by 0, or scale the loss down."
         )
+
+
+@functools.lru_cache(maxsize=16)
+def _undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
+    """Composition of Poisson-sampled Gaussian mechanisms, as stock Opacus accountants assume.
+
+    Formal guarantees: ADD_OR_REMOVE_ONE; every iterate may be released; each record joins every
+    batch independently with the sample rate as Opacus draws it (`drawn_rate`).
+    """
+    accountant = LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
+    for noise, rate, steps in rows:
+        event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(noise)
+        if rate < 1:
+            event = dp_accounting.PoissonSampledDpEvent(drawn_rate(rate), event)
+        accountant.compose(event, steps)
+    public = "the rate and the divisor, which Opacus computes from the number of records,"
+    return attrs.evolve(
+        accountant.guarantee,
+        theorem="composition of Poisson-sampled Gaussian mechanisms (no run was declared)",
+        assumptions=(
+            *COMMON,
+            *OF_EVERY_RUN,
+            Assumption.declared(f"{public} are public constants"),
+        ),
+    )

@@ -35,19 +35,19 @@ from hidden_state_accountants.runs.run import Run
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
+from hidden_state_adapters.opacus.composed import ComposedOptimizer
 from hidden_state_adapters.opacus.data.loader import private_loader
 from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE
 from hidden_state_adapters.opacus.head.run import KnownHeadRun
 from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
 from hidden_state_adapters.opacus.mechanism import MechanismOptions
-from hidden_state_adapters.opacus.mechanisms.any_update_rule import ComposedOptimizer
 from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
-from hidden_state_adapters.opacus.run.accounted import AccountedRun
 from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
 from hidden_state_adapters.opacus.run.declared import DeclaredRun, is_shared
 from hidden_state_adapters.opacus.run.group import News, ProcessGroup
 from hidden_state_adapters.opacus.run.registry import (
+    AccountedRun,
     check_later_steps,
     note_branch,
 )
@@ -422,10 +422,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         }
         if isinstance(module, HeadModule):
             module = module._module
-        if not isinstance(source, SampledRun):
-            self.validate(module=module, optimizer=None, data_loader=None)
-            return HeadModule.of(module, **options)
         self.validate(module=module, optimizer=None, data_loader=None)
+        if not isinstance(source, SampledRun):
+            return HeadModule.of(module, **options)
         made = private_module(
             module,
             max_grad_norm=arguments.clip_norm,

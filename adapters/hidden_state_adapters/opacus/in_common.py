@@ -11,9 +11,9 @@ import torch
 
 from hidden_state_adapters.batch_plans import hash_of
 from hidden_state_adapters.opacus.data.loader import tensors_of
-from hidden_state_adapters.opacus.run.accounted import AccountedRun
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.group import Digest
+from hidden_state_adapters.opacus.run.registry import AccountedRun
 from hidden_state_adapters.opacus.run.training import TrainingRun
 from hidden_state_adapters.opacus.sources.apart import random_numbers_as_before
 from hidden_state_adapters.opacus.sources.iterate import fingerprint

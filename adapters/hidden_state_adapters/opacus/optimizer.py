@@ -30,11 +30,11 @@ _UNFINISHED = "a step was not finished"
 class PrivateOptimizer(DPOptimizer):
     """Opacus' DPOptimizer with a mechanism and the record of its run.
 
-    `step` looks at what the loop did, clips and adds up by the mechanism, adds noise, records what
-    is about to happen and moves the parameters from where the last step left them. What is raised
-    in between ends the run: whether it is raised may depend on the records, as much as a stop that
-    looks at them. The optimizer cannot be copied or pickled: the copy's steps would be missing from
-    epsilon. `HiddenStatePrivacyEngine.make_private` makes it.
+    `step` looks at what the loop did (the parameters have to be where the last step left them),
+    clips and adds up by the mechanism, adds noise, records what is about to happen and moves the
+    parameters. What is raised in between ends the run: whether it is raised may depend on the
+    records, as much as a stop that looks at them. The optimizer cannot be copied or pickled: the
+    copy's steps would be missing from epsilon. `HiddenStatePrivacyEngine.make_private` makes it.
 
     Attributes:
         mechanism_type: The mechanism; a subclass that names one is an `optimizer_class` of
@@ -242,17 +242,16 @@ class PrivateOptimizer(DPOptimizer):
             )
 
     def _move(self, *, is_last: bool) -> None:
-        piece, iterate = self._piece, self._source.iterate
+        piece = self._piece
         assert piece is not None
         if is_last:
             totals = self._totals
             step = self.mechanism.step(self._batch.index, totals.rows, totals.largest_norm)
             self.run.record.add(step)
         self._note_move()
-        iterate.put_back()
         self.mechanism.move(piece)
         self.mechanism.after_move(piece)
-        iterate.keep()
+        self._source.iterate.keep()
         self._source.moved(piece)
         self._piece = None
 

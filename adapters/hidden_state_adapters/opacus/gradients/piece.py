@@ -44,7 +44,8 @@ class Piece:
         params: The parameters whose gradients these are: all, or those of one block.
         block: The number of the block, from 0 on; 0 for an optimizer that has one.
         rows: Records.
-        gradients: Theirs.
+        gradients: Theirs; None where Opacus clips and adds them up.
+        known_norms: Their norms before the clip, shape (rows,), as far as they were computed.
     """
 
     step: int
@@ -52,15 +53,15 @@ class Piece:
     block: int = 0
     rows: int = 0
     gradients: Gradients | None = None
-    _norms: torch.Tensor | None = None
+    known_norms: torch.Tensor | None = None
 
     @property
     def norms(self) -> torch.Tensor:
         """The norms of the gradients before the clip, shape (rows,)."""
-        if self._norms is None:
+        if self.known_norms is None:
             assert self.gradients is not None
-            self._norms = self.gradients.norms(self.params)
-        return self._norms
+            self.known_norms = self.gradients.norms(self.params)
+        return self.known_norms
 
     def add_sums(self, weights: torch.Tensor, *others: torch.Tensor) -> list[list[torch.Tensor]]:
         """See `Gradients.add_sums`."""

@@ -52,31 +52,6 @@ class SampleGradients:
         return rests
 
 
-class GhostGradients:
-    """Of Opacus' ghost clipping, whose second backward pass left the clipped sum in `.grad`.
-
-    Args:
-        norms: Those that Opacus clipped with, shape (rows,).
-    """
-
-    def __init__(self, norms: torch.Tensor):
-        self._norms = norms
-
-    def norms(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
-        """See `piece.Gradients.norms`."""
-        return self._norms
-
-    def add_sums(
-        self, params: Sequence[nn.Parameter], weights: torch.Tensor, *others: torch.Tensor
-    ) -> list[list[torch.Tensor]]:
-        """See `piece.Gradients.add_sums`; the weights are those that Opacus used."""
-        for param in params:
-            holder: Any = param
-            total = torch.zeros_like(param) if param.grad is None else param.grad.detach().clone()
-            holder.summed_grad = total if holder.summed_grad is None else holder.summed_grad + total
-        return [[] for _ in params]
-
-
 def rows_of(params: Mapping[str, nn.Parameter], expected: int | None) -> int:
     """The number of per-example gradients of the one batch that `params` hold.
 

@@ -15,7 +15,11 @@ from hidden_state_adapters.opacus.mechanism import ClippedSum, move_by_sgd
 from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
-from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, sgd_options
+from hidden_state_adapters.opacus.run.settings import (
+    UnsupportedUpdateError,
+    sgd_options,
+    update_of,
+)
 
 
 class NoisySgd(ClippedSum):
@@ -67,8 +71,7 @@ class NoisySgd(ClippedSum):
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
-        options, scale = sgd_options(optimizer), self.scale
-        self._rate, self._decay = options["lr"] * scale, options["weight_decay"] / scale
+        self._update = update_of(self.optimizer, self.declared.plan.batch_size)
 
     def accumulate(self, piece: Piece) -> None:
         """Adds what Opacus would, if the clip leaves the declared bound alone or is below it."""
@@ -82,13 +85,11 @@ class NoisySgd(ClippedSum):
     def after_move(self, piece: Piece) -> None:
         """Applies the prox with the step size of the mean gradient, and projects all parameters."""
         for part in self._maps:
-            part.apply(piece.params, self._rate)
+            part.apply(piece.params, self._update["learning_rate"])
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded of a step, with the rate and decay that are about to act."""
-        return self._step(
-            batch, rows, largest_norm, learning_rate=self._rate, weight_decay=self._decay
-        )
+        return self._step(batch, rows, largest_norm, **self._update)
 
 
 class HiddenStateOptimizer(PrivateOptimizer):

@@ -1,17 +1,21 @@
-"""The private runs that stand behind weights, and how far each run of this process went."""
+"""What is kept of a private run, which runs stand behind weights, and how far each one went."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import attrs
+from dp_accounting import NeighboringRelation
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hidden_state_accountants import UnsupportedRunError
-from hidden_state_accountants.runs.run import Run
-from hidden_state_adapters.opacus.run.accounted import AccountedRun
+from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError
+from hidden_state_accountants.guarantee import Status, merge_assumptions
+from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
+from hidden_state_accountants.runs.run import Run, run_of
+from hidden_state_adapters.opacus.run.schedule import DeclaredSchedule
 
 PastRun = dict[str, Any]
 """A run as plain types: `AccountedRun.state_dict`, and why no epsilon covers it or "" (refused)."""
@@ -20,6 +24,70 @@ _BEHIND = "_hidden_state_runs"  # attribute of the modules whose parameters are 
 _branches: dict[str, list[Run]] = {}
 """The records of this process, by run: a run that was resumed has several."""
 _trained: Any = WeakIdKeyDictionary()  # parameter -> Lineage
+
+
+@attrs.define(eq=False)
+class AccountedRun:
+    """What an accountant keeps of a run, however it is trained.
+
+    Attributes:
+        recorder: The record of the steps.
+        assumptions: What is added to those of the bound.
+        schedule: What the steps are compared with.
+        id: The name of the run, the same wherever it goes on.
+        failure: What ended the run: a step that was refused or interrupted; or "".
+        has_moved: Whether parameters moved, if only in a step that was interrupted.
+    """
+
+    recorder: Run
+    assumptions: tuple[Assumption, ...] = ()
+    schedule: DeclaredSchedule = DeclaredSchedule()
+    id: str = attrs.field(factory=lambda: secrets.token_hex(16))
+    failure: str = ""
+    has_moved: bool = False
+
+    def assume(self, *further: Assumption) -> None:
+        """Adds to the assumptions."""
+        self.assumptions = merge_assumptions([self.assumptions, further])
+
+    def guarantee(self, relation: NeighboringRelation) -> Guarantee:
+        """Of what was recorded, with everything that is taken on trust."""
+        guarantee = self.recorder.guarantee(relation)
+        own = self.schedule.assumptions(self.recorder, guarantee.assumptions)
+        listed = merge_assumptions([own, OF_EVERY_RUN, self.assumptions])
+        return attrs.evolve(guarantee, assumptions=listed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The recorder's, with what was declared; what is checked is checked again."""
+        own = {"assumptions": declared_texts(self.assumptions), "run_id": self.id}
+        return {**self.recorder.state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state_dict` into a run without steps.
+
+        Raises:
+            ValueError: As `RunRecorder.load_state_dict`. Nothing is changed then.
+        """
+        self.recorder.load_state_dict(state)
+        self.assume(*declared_by(state))
+        self.id = state.get("run_id", self.id)
+
+    @classmethod
+    def ended(cls, state: Mapping[str, Any]) -> AccountedRun:
+        """The run that a `state_dict` is of; it takes no further steps."""
+        run = cls(run_of(state), assumptions=declared_by(state))
+        run.id = state.get("run_id", run.id)
+        return run
+
+
+def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:
+    """What of `assumptions` is somebody's word, as a state holds it."""
+    return [a.text for a in assumptions if a.status is Status.DECLARED]
+
+
+def declared_by(state: Mapping[str, Any]) -> tuple[Assumption, ...]:
+    """What a state holds of `declared_texts`."""
+    return tuple(Assumption.declared(text) for text in state.get("assumptions", ()))
 
 
 class Lineage:

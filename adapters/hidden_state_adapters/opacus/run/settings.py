@@ -129,6 +129,42 @@ def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
     return groups[0]
 
 
+def update_of(optimizer: DPOptimizer, batch_size: float) -> dict[str, float]:
+    """The `learning_rate` and `weight_decay` of a step of plain SGD, as events have them.
+
+    Args:
+        optimizer: Opacus' optimizer, which divides by expected_batch_size or not at all.
+        batch_size: Records that an event divides by.
+
+    Raises:
+        UnsupportedUpdateError: Its wrapped optimizer moves in another way.
+    """
+    options = sgd_options(optimizer.original_optimizer)
+    divisor = optimizer.expected_batch_size if optimizer.loss_reduction == "mean" else 1
+    scale = batch_size / float(divisor)  # type: ignore[arg-type]
+    rate, decay = options["lr"] * scale, options["weight_decay"] / scale
+    if not 0 <= rate * decay < 1:
+        raise UnsupportedUpdateError(
+            f"Expected learning_rate * weight_decay < 1, got {rate * decay:g}",
+            "the decay would turn the parameters around. Lower one of them.",
+        )
+    return {"learning_rate": rate, "weight_decay": decay}
+
+
+def rule_of(optimizer: Optimizer) -> str:
+    """The name of an optimizer, with what makes it another one than plain SGD."""
+    name = type(optimizer).__name__
+    if type(optimizer) is not SGD:
+        return name
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    if any(group != groups[0] for group in groups[1:]):
+        return f"{name} with parameter groups that differ"
+    others = [f"{k} = {groups[0][k]}" for k, v in NEUTRAL.items() if groups[0].get(k, v) != v]
+    if not (others or 0 <= groups[0]["lr"] * groups[0]["weight_decay"] < 1):
+        others = ["learning_rate * weight_decay >= 1"]
+    return name + (f" with {', '.join(others)}" if others else "")
+
+
 def refuse_step_hooks(optimizer: Optimizer) -> None:
     """Raises UnsupportedRunError if hooks of the optimizer, or of all, can change the update."""
     for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):

@@ -17,9 +17,8 @@ from hidden_state_adapters.opacus.gradients.noise import whose_noise
 from hidden_state_adapters.opacus.head.curvature import BatchCurvature, uses_curvature
 from hidden_state_adapters.opacus.head.run import HeadRun, KnownHeadRun
 from hidden_state_adapters.opacus.head.targets import Targets
-from hidden_state_adapters.opacus.run.accounted import AccountedRun
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
-from hidden_state_adapters.opacus.run.registry import check_later_steps, note_branch
+from hidden_state_adapters.opacus.run.registry import AccountedRun, check_later_steps, note_branch
 from hidden_state_adapters.opacus.sources.base import Source, remove_all
 from hidden_state_adapters.opacus.sources.collated import Collated
 from hidden_state_adapters.opacus.sources.samples import SampledRun

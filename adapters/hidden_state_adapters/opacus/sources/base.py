@@ -75,6 +75,7 @@ class Source:
     Attributes:
         iterate: The weights that the last step left.
         handles: The hooks on the model, which do not outlive the run.
+        ghost: Opacus' wrapper of the model if it clips in a second backward pass, or None.
 
     Args:
         module: The module itself, not Opacus' wrapper.
@@ -89,6 +90,7 @@ class Source:
     """
 
     handles: list[Any]
+    ghost: Any = None
     _has_layers = True  # whether the model is more than a linear head
 
     def __init__(

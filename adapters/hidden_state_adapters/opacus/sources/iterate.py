@@ -52,14 +52,8 @@ class Iterate:
         self._values = [p.detach().clone() for p in self.params]
         self._fixed = self._fixed_part()
 
-    def put_back(self) -> None:
-        """Writes the last iterate into the model."""
-        with torch.no_grad():
-            for param, value in zip(self.params, self._values, strict=True):
-                param.copy_(value)
-
     def keep(self) -> None:
-        """A step has changed the weights that `put_back` wrote."""
+        """Takes what a step left."""
         for index, (param, value) in enumerate(zip(self.params, self._values, strict=True)):
             if value.device == param.device and value.dtype == param.dtype:
                 value.copy_(param.detach())

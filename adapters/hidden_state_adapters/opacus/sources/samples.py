@@ -29,7 +29,6 @@ from hidden_state_adapters.opacus.gradients.precision import (
     is_exact,
 )
 from hidden_state_adapters.opacus.gradients.samples import (
-    GhostGradients,
     SampleGradients,
     is_in_full_precision,
     rows_of,
@@ -56,12 +55,8 @@ class SampledRun(Source):
         maps_records: Whether several passes before a step are of the same records, which was
             declared.
         **options: See `Source`.
-
-    Attributes:
-        ghost: Opacus' wrapper of the model if it clips in a second backward pass, or None.
     """
 
-    ghost: Any = None
     _clears = False  # whether what was cleared is known not to count
     # Opacus and users copy models with their hooks; a copy trains nothing here.
     _is_idle = True
@@ -169,7 +164,7 @@ class SampledRun(Source):
                 'pass of the criterion that make_private returned: with grad_sample_mode="ghost" '
                 "it makes the second pass, in which the gradients are clipped."
             )
-        piece.gradients = GhostGradients(norms.detach())
+        piece.known_norms = norms.detach()
         return len(norms)
 
     def figures(self, piece: Piece) -> Mapping[str, Figure]:

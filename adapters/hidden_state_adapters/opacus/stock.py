@@ -1,16 +1,27 @@
-"""A declared run of Opacus' own engine: what its loader deals, and the record of its steps."""
+"""Opacus' own engine with our accountant: what it made, its declared run and its steps."""
 
 from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 import attrs
+import torch
 from dp_accounting import NeighboringRelation
 from opacus.grad_sample import AbstractGradSampleHooks
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers import (
+    DistributedDPOptimizer,
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+)
+from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import (
+    DistributedDPOptimizerFastGradientClipping,
+)
+from opacus.utils.uniform_sampler import UniformWithReplacementSampler
 from torch import nn
 
 from hidden_state_accountants import (
@@ -25,16 +36,31 @@ from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batc
 from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus import geometry
 from hidden_state_adapters.opacus.criteria import as_module
-from hidden_state_adapters.opacus.data.reading import LoaderReading, draws_from_shares, read_loader
+from hidden_state_adapters.opacus.data.reading import (
+    LoaderReading,
+    drawn_rate,
+    draws_from_shares,
+    poisson_rate,
+    read_loader,
+)
 from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
-from hidden_state_adapters.opacus.gradients.noise import OwnGenerator
+from hidden_state_adapters.opacus.gradients.noise import OwnGenerator, check_noise_source
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
 from hidden_state_adapters.opacus.gradients.precision import check_precision
-from hidden_state_adapters.opacus.run.accounted import AccountedRun, declared_by
 from hidden_state_adapters.opacus.run.group import num_processes
-from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, sgd_options
+from hidden_state_adapters.opacus.run.registry import AccountedRun, declared_by
+from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, update_of
+from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
 
 _logger = logging.getLogger("hidden_state_accountants")
+_KINDS = (
+    DPOptimizer,
+    DPOptimizerFastGradientClipping,
+    DistributedDPOptimizer,
+    DistributedDPOptimizerFastGradientClipping,
+)
+_KNOWN: set[Any] = {kind.add_noise for kind in _KINDS}
+"""What adds noise from `optimizer.generator`."""
 
 _USE_ENGINE = "Use hidden_state_adapters.opacus.HiddenStatePrivacyEngine, which deals the batches."
 OWN_COINS = Assumption.checked(
@@ -81,9 +107,10 @@ ON_TRUST = on_trust(BatchOrder.POISSON)
 """What undeclared steps rest on."""
 
 
-def has_own_coins(batch_sampler: Any) -> bool:
-    """Whether a sampler of Poisson batches draws with a generator of ours."""
-    return isinstance(getattr(batch_sampler, "generator", None), OwnGenerator)
+def coins_of(batch_sampler: Any) -> list[Assumption]:
+    """What is listed of a sampler of Poisson batches that draws with a generator of ours."""
+    is_own = isinstance(getattr(batch_sampler, "generator", None), OwnGenerator)
+    return [OWN_COINS] if is_own else []
 
 
 def _loss_geometry(value: Any) -> LossGeometry | str | None:
@@ -206,7 +233,10 @@ class StockRun(AccountedRun):
         geometry.check_convexity(self._loss, inner, [inner.parameters()])
         loss = "the declared loss" if self._loss is not None else "the loss"
         if declared.criterion is not None:
-            self._loss = _derive_loss(declared, inner, optimizer)
+            known = geometry.auto_loss_geometry(
+                inner, declared.criterion, declared.feature_norm, optimizer.loss_reduction
+            )
+            self._loss = None if self._update(optimizer)[1] else known
             loss = f"{as_module(declared.criterion)} on the whole output"
             loss += f", with features of norm at most {declared.feature_norm:g}"
         super().__init__(self._new_recorder())
@@ -214,7 +244,7 @@ class StockRun(AccountedRun):
         self._is_composition: bool | None = None
         self.assume(
             Assumption.checked(f"the loader deals {reading.description}"),
-            *([OWN_COINS] if has_own_coins(reading.sampler) else []),
+            *coins_of(reading.sampler),
             on_trust(self._order, loss, self._radius),
         )
 
@@ -253,21 +283,31 @@ class StockRun(AccountedRun):
         rows = _count_rows(optimizer, step)
         if rows is None and self._order is not BatchOrder.POISSON:
             rows = int(self._batches["batch_size"])  # all of the batch, as is the user's word
-        settings = self._settings(optimizer, step)
-        noise = float(optimizer.noise_multiplier)
-        self.recorder.add_counted(Step(noise_multiplier=noise, rows=rows, **settings), 1)
-
-    def _settings(self, optimizer: DPOptimizer, step: int) -> dict[str, Any]:
-        reason = _why_composition(optimizer)
+        update, reason = self._update(optimizer)
         if self._is_composition is None:
             self._is_composition = self._becomes_composition(reason)
-        if self._is_composition:
-            # The update rule is post-processing; any positive learning rate stands for it.
-            return {"clip_norm": 1.0, "learning_rate": 1.0, "weight_decay": 0.0}
-        if reason:
-            raise UnsupportedRunError(
-                f"step {step} changed the optimizer: {reason}. Keep one update rule during a run."
-            )
+        if not self._is_composition:
+            if reason:
+                raise UnsupportedRunError(
+                    f"step {step} changed the optimizer: {reason}. Keep one update rule during a "
+                    "run."
+                )
+            self._check(optimizer, step)
+        noise, clip_norm = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
+        taken = Step(noise_multiplier=noise, clip_norm=clip_norm, rows=rows, **update)
+        self.recorder.add_counted(taken, 1)
+
+    def _update(self, optimizer: DPOptimizer) -> tuple[dict[str, Any], str]:
+        """What is recorded of an update of plain SGD; or nothing, and why it is another one."""
+        if type(optimizer) is not DPOptimizer:
+            return {}, f"Expected DPOptimizer, got {type(optimizer).__name__}"
+        try:
+            return update_of(optimizer, float(self._batches["batch_size"])), ""
+        except UnsupportedUpdateError as error:
+            return {}, error.what
+
+    def _check(self, optimizer: DPOptimizer, step: int) -> None:
+        """Raises UnsupportedRunError if no bound on hidden iterates is about a step."""
         for param in optimizer.params:
             check_precision("parameters", param)
         if self._loss is not None:
@@ -279,16 +319,6 @@ class StockRun(AccountedRun):
                 f"{self._radius:.8g}. Project all parameters together after every step. "
                 f"{_USE_ENGINE}"
             )
-        options = sgd_options(optimizer.original_optimizer)
-        # Events divide by batch_size, Opacus by expected_batch_size or not at all.
-        is_mean = optimizer.loss_reduction == "mean"
-        divisor = float(optimizer.expected_batch_size) if is_mean else 1.0
-        scale = float(self._batches["batch_size"]) / divisor
-        return {
-            "clip_norm": float(optimizer.max_grad_norm),
-            "learning_rate": options["lr"] * scale,
-            "weight_decay": options["weight_decay"] / scale,
-        }
 
     def _becomes_composition(self, reason: str) -> bool:
         """Decides at the first step seen here, which may follow restored ones."""
@@ -326,27 +356,6 @@ def check_processes(data_loader: Any, count: int) -> None:
     )
 
 
-def _derive_loss(
-    declared: StockDeclaration, module: nn.Module, optimizer: DPOptimizer
-) -> LossGeometry | None:
-    """The constants of the criterion at the linear head; None where no theorem needs them."""
-    loss = geometry.auto_loss_geometry(
-        module, declared.criterion, declared.feature_norm, optimizer.loss_reduction
-    )
-    return None if _why_composition(optimizer) else loss
-
-
-def _why_composition(optimizer: DPOptimizer) -> str:
-    """Why no last-iterate theorem covers the update of an optimizer, or ""."""
-    if type(optimizer) is not DPOptimizer:
-        return f"Expected DPOptimizer, got {type(optimizer).__name__}"
-    try:
-        sgd_options(optimizer.original_optimizer)
-    except UnsupportedUpdateError as error:
-        return error.what
-    return ""
-
-
 def _count_rows(optimizer: DPOptimizer, step: int) -> int | None:
     """The rows of the batch; None if ghost clipping or BatchMemoryManager hides them.
 
@@ -368,3 +377,165 @@ def _count_rows(optimizer: DPOptimizer, step: int) -> int | None:
 
 def _declared(recorder: RunRecorder) -> Any:
     return recorder.state_dict()["declared"]
+
+
+@attrs.define(eq=False)
+class MadePrivate:
+    """What `make_private` returned, and who records its steps.
+
+    Attributes:
+        sample_rate: Sampling rate as Opacus tells it: 1 / len(data_loader).
+        data_loader: Its loader; None if it could not be found (a hook that was attached by hand).
+        module: Its model, or None likewise.
+        optimizer: Its optimizer, or None likewise.
+        is_calibrated: Whether make_private_with_epsilon found the noise.
+        run: The declared run, or None.
+        num_steps: Number of recorded steps.
+    """
+
+    sample_rate: float
+    data_loader: Any = None
+    module: Any = None
+    optimizer: DPOptimizer | None = None
+    is_calibrated: bool = False
+    run: StockRun | None = None
+    num_steps: int = 0
+    _writes: int = attrs.field(init=False)
+
+    @_writes.default
+    def _count_writes(self) -> int:
+        return sum(p._version for p in getattr(self.optimizer, "params", ()))
+
+    @classmethod
+    def by_caller(cls, accountant: Any, sample_rate: float) -> MadePrivate:
+        """What the engine with this accountant is making now.
+
+        Opacus hands nothing but the sampling rate to its accountants, so everything else is read
+        where make_private has it: in its own variables. Where they are not found (a hook that was
+        attached by hand), there is nothing to declare.
+        """
+        frame = _frame_of("make_private", accountant, sys._getframe(1))
+        if frame is None:
+            return cls(sample_rate)
+        made = frame.f_locals
+        return cls(
+            sample_rate,
+            data_loader=made.get("data_loader"),
+            module=made.get("module"),
+            optimizer=made.get("optimizer"),
+            is_calibrated=_frame_of("make_private_with_epsilon", accountant, frame) is not None,
+        )
+
+    def prepare(self) -> None:
+        """Refuses noise that was found for other batches; noise and coins become the run's own.
+
+        Opacus takes both from torch's default generator, which every script seeds: whoever knows
+        the seed knows the noise, and which batches held a record. Generators that the user passed
+        stay, and so do those of a sampler of several processes, which have to toss the same coins.
+
+        Raises:
+            UnsupportedRunError: The noise was found for other batches or cannot be drawn, empty
+                batches are filled, or a layer lets a record do more than the clip says.
+        """
+        if self.is_calibrated and poisson_rate(self.data_loader) > 1:
+            raise UnsupportedRunError(
+                "Expected a Poisson loader (poisson_sampling=True) in make_private_with_epsilon of "
+                f"a PrivacyEngine, got {type(self.data_loader).__name__} with other batches: "
+                "Opacus finds the noise for Poisson batches, and with these epsilon would miss the "
+                "target. Use make_private_with_epsilon of HiddenStatePrivacyEngine, or find the "
+                "noise with hidden_state_accountants.calibrate_noise and call make_private."
+            )
+        if getattr(getattr(self.data_loader, "collate_fn", None), "rand_on_empty", False):
+            raise UnsupportedRunError(
+                "Expected rand_on_empty = False, got True: it puts a made-up record into an empty "
+                "batch, so that one record more or less changes the sum by two clip norms. Leave "
+                "it out: empty batches are steps like others."
+            )
+        if isinstance(self.inner, nn.Module):
+            _check_layers(self.inner)
+        optimizer = self.optimizer
+        if optimizer is not None and optimizer.generator is None:
+            check_noise_source(optimizer.params, None)
+            optimizer.generator = OwnGenerator(optimizer.params[0].device)
+        sampler: Any = getattr(self.data_loader, "batch_sampler", None)
+        if type(sampler) is UniformWithReplacementSampler and sampler.generator is None:
+            sampler.generator = OwnGenerator(torch.device("cpu"))
+
+    @property
+    def inner(self) -> Any:
+        """The model itself, behind Opacus' wrapper or its hooks; None if it is not known."""
+        return getattr(self.module, "_module", self.module)
+
+    @property
+    def coins(self) -> list[Assumption]:
+        """What is listed if `prepare` gave the sampler its generator."""
+        return coins_of(getattr(self.data_loader, "batch_sampler", None))
+
+    def check_undeclared(self) -> None:
+        """Raises UnsupportedRunError if a loader that is known does not deal Poisson batches."""
+        if self.data_loader is None:
+            return
+        check_processes(self.data_loader, num_processes(self.optimizer))
+        if poisson_rate(self.data_loader) > drawn_rate(self.sample_rate) * (1 + 1e-9):
+            raise UnsupportedRunError(
+                "Expected a Poisson loader that samples at a rate of 1 / len(data_loader) = "
+                f"{self.sample_rate:g} for a run that was not declared, got a "
+                f"{type(self.data_loader).__name__} with other batches (poisson_sampling=False?): "
+                "the epsilon that stock accountants report is not one of this run. Call "
+                "engine.accountant.declare_run() before the first step: it reads the loader, and "
+                "without further arguments epsilon is that of composition."
+            )
+
+    def check_moved(self) -> None:
+        """Raises UnsupportedRunError if no step was recorded, but the parameters were written."""
+        if self._count_writes() != self._writes:
+            raise UnsupportedRunError(
+                "Expected a step of the optimizer that make_private returned, got none, but "
+                "parameters that were written since: by another optimizer, by hand, or with "
+                "another step hook (attach_step_hook has a single slot). Train with that "
+                "optimizer; load public weights before make_private."
+            )
+
+
+def _check_layers(module: nn.Module) -> None:
+    """Raises UnsupportedRunError for embeddings that write to their rows in a forward pass.
+
+    Recurrent layers raise it from then on when they are called with packed sequences.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
+            raise UnsupportedRunError(
+                f"Expected layers that leave their parameters alone, got {type(layer).__name__} "
+                f"{name} with max_norm = {layer.max_norm:g}: it shortens the rows that a batch "
+                "uses, without noise. Leave max_norm out; max_grad_norm bounds what a record does."
+            )
+    refuse_packed_sequences(module)
+
+
+def check_noise(optimizer: DPOptimizer) -> None:
+    """Raises UnsupportedRunError unless an optimizer draws all noise from its generator."""
+    if getattr(optimizer.add_noise, "__func__", None) not in _KNOWN:
+        raise UnsupportedRunError(
+            f"Expected DPOptimizer or another optimizer of Opacus for one device or DPDDP, got "
+            f"{type(optimizer).__name__}, which adds noise in a way of its own: it may come from "
+            "torch's default generator, and whoever knows the seed of the program knows it. Train "
+            "with an engine that makes a DPOptimizer."
+        )
+    if hasattr(optimizer, "_adjusted_noise_multiplier"):
+        raise UnsupportedRunError(
+            "Expected a fixed clip norm with ghost clipping, got PrivacyEngineAdaptiveClipping: it "
+            "counts the clipped gradients with noise of torch's default generator, and whoever "
+            "knows the seed of the program knows the count. Use opacus.PrivacyEngine."
+        )
+    check_noise_source(optimizer.params, None)
+
+
+def _frame_of(name: str, accountant: Any, frame: FrameType | None) -> FrameType | None:
+    """The running call of a method of the `opacus.PrivacyEngine` that has the accountant."""
+    while frame is not None:
+        is_of_opacus = frame.f_globals.get("__name__") == "opacus.privacy_engine"
+        if is_of_opacus and frame.f_code.co_name == name:
+            engine = frame.f_locals.get("self")
+            return frame if getattr(engine, "accountant", None) is accountant else None
+        frame = frame.f_back
+    return None

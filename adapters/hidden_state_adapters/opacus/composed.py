@@ -1,11 +1,11 @@
-"""Any update rule along noisy gradients, accounted by composition: every step counts."""
+"""Composition: Opacus' clips and any update rule along the noisy gradients; every step counts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from opacus.optimizers import DPPerLayerOptimizer
+from opacus.optimizers import DPOptimizerFastGradientClipping, DPPerLayerOptimizer
 from torch import nn
 from torch.optim import SGD, Optimizer
 
@@ -18,19 +18,18 @@ from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
 from hidden_state_adapters.opacus.run.arguments import RunArguments
 from hidden_state_adapters.opacus.run.declared import DeclaredRun
 from hidden_state_adapters.opacus.run.settings import (
-    NEUTRAL,
     UnsupportedUpdateError,
     refuse_loaded_moments,
     refuse_moments,
     refuse_step_hooks,
-    sgd_options,
+    rule_of,
+    update_of,
 )
-from hidden_state_adapters.opacus.sources.samples import SampledRun
 
 _NOT_NEEDED = "every step counts, whatever the update does"
 
 
-class AnyUpdateRule(ClippedSum):
+class Composition(ClippedSum):
     """Clips as Opacus does, flat or per layer; the wrapped optimizer does what it likes.
 
     The noisy gradients are Gaussian mechanisms, each with its batch. What an optimizer computes
@@ -55,12 +54,15 @@ class AnyUpdateRule(ClippedSum):
     def __init__(self, optimizer: Any):
         super().__init__(optimizer)
         arguments = self.declared.arguments
-        # One for each parameter, or None: `max_grad_norm` for all together.
-        self._clip_norms = arguments.max_grad_norm if arguments.clips_per_layer else None
-        optimizer.max_grad_norms = self._clip_norms
-        source = optimizer.run.source
-        self._is_ghost = isinstance(source, SampledRun) and source.ghost is not None
+        self._accumulate: Any = None  # Opacus' own, where nothing of the sums is ours
+        self._clipped = ""
         self._other_rule = ""  # of the last step that was not one of plain SGD
+        if arguments.clips_per_layer:
+            optimizer.max_grad_norms = arguments.max_grad_norm
+            self._accumulate = DPPerLayerOptimizer.clip_and_accumulate
+            self._clipped = ", clipped per layer"
+        elif optimizer.run.source.ghost is not None:
+            self._accumulate = DPOptimizerFastGradientClipping.accumulate
 
     @classmethod
     def check_arguments(
@@ -100,8 +102,7 @@ class AnyUpdateRule(ClippedSum):
     @property
     def update_rule(self) -> str:
         """What moves the parameters, and how the gradients are clipped, in a few words."""
-        clipped = "" if self._clip_norms is None else ", clipped per layer"
-        return (self._other_rule or _name(self.base)) + clipped
+        return (self._other_rule or rule_of(self.base)) + self._clipped
 
     @property
     def why_composition(self) -> str:
@@ -116,15 +117,13 @@ class AnyUpdateRule(ClippedSum):
     @property
     def settings(self) -> dict[str, Any]:
         """Where the clip does not follow it, the clip norm that the noise is made from, too."""
-        total = {"max_grad_norm": self.optimizer.max_grad_norm}
-        is_fixed = self._clip_norms is not None or self._is_ghost
-        return {**super().settings, **(total if is_fixed else {})}
+        fixed = {"max_grad_norm": self.optimizer.max_grad_norm} if self._accumulate else {}
+        return {**super().settings, **fixed}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Any rule is post-processing, as long as nothing else looks at the gradients."""
         refuse_step_hooks(optimizer)
-        is_fixed = self._clip_norms is not None or self._is_ghost
-        if is_fixed and not all(param.requires_grad for param in self.params):
+        if self._accumulate and not all(param.requires_grad for param in self.params):
             raise UnsupportedRunError(
                 "Expected the trainable parameters of the start, got fewer: with "
                 'clipping="per_layer" or grad_sample_mode="ghost" Opacus looks at all of them. '
@@ -144,11 +143,11 @@ class AnyUpdateRule(ClippedSum):
             )
 
     def clip(self, piece: Piece, clip_norm: float) -> None:
-        """Adds the clipped gradients of a piece to the sums; per layer as Opacus does."""
-        if self._clip_norms is None:
-            super().clip(piece, clip_norm)
+        """Adds the clipped gradients of a piece to the sums."""
+        if self._accumulate:
+            self._accumulate(self.optimizer)
         else:
-            DPPerLayerOptimizer.clip_and_accumulate(self.optimizer)
+            super().clip(piece, clip_norm)
 
     def move(self, piece: Piece) -> None:
         """Lets the wrapped optimizer move what is trained."""
@@ -157,33 +156,15 @@ class AnyUpdateRule(ClippedSum):
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
         """What is recorded: of plain SGD what it does, of others that they move."""
         try:
-            options = sgd_options(self.base)
+            values = update_of(self.optimizer, self.declared.plan.batch_size)
         except UnsupportedUpdateError:
-            self._other_rule = _name(self.base)
-            # Its learning rate of 1 stands for the rule.
-            return super().step(batch, rows, largest_norm)
-        rate, decay = options["lr"] * self.scale, options["weight_decay"] / self.scale
-        if not 0 <= rate * decay < 1:
-            self._other_rule = "SGD with learning_rate * weight_decay >= 1"
-            return super().step(batch, rows, largest_norm)
-        return self._step(batch, rows, largest_norm, learning_rate=rate, weight_decay=decay)
+            values, self._other_rule = {}, rule_of(self.base)  # a learning rate of 1 stands for it
+        return self._step(batch, rows, largest_norm, **values)
 
     def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
         """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
         if not is_checkpoint:
             refuse_loaded_moments(state_dict)
-
-
-def _name(optimizer: Optimizer) -> str:
-    """The optimizer with what makes it another one than plain SGD."""
-    name = type(optimizer).__name__
-    if type(optimizer) is not SGD:
-        return name
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    if any(group != groups[0] for group in groups[1:]):
-        return f"{name} with parameter groups that differ"
-    others = [f"{k} = {groups[0][k]}" for k, v in NEUTRAL.items() if groups[0].get(k, v) != v]
-    return name + (f" with {', '.join(others)}" if others else "")
 
 
 class ComposedOptimizer(PrivateOptimizer):
@@ -209,4 +190,4 @@ class ComposedOptimizer(PrivateOptimizer):
             step and what. The step is then not taken.
     """
 
-    mechanism_type = AnyUpdateRule
+    mechanism_type = Composition

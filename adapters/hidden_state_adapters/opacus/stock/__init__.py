@@ -1,1 +1,0 @@
-"""Runs of Opacus' own engine: what its hook, its loader and its model show of them."""
