@@ -78,12 +78,11 @@ _MOST_MOMENTUM, _MOST_OF_TARGETS = 0.97, 0.9
 
 
 @attrs.frozen
-class LinearLoss:
+class RecommendedLoss:
     """A loss of a linear model, and how it is kept short.
 
     Attributes:
         name: As in `LossGeometry`.
-        curvature: M, the Lipschitz constant of its gradient in the predictions.
         clip_norm: C, of the gradient in the predictions.
         fades: Whether its curvature falls as it is fitted, and with it the noise of long steps.
         plain: The name of its criterion in the adapter for Opacus, and
@@ -91,19 +90,24 @@ class LinearLoss:
     """
 
     name: str
-    curvature: float
     clip_norm: float
     fades: bool
     plain: str
     envelope: str
 
+    @property
+    def curvature(self) -> float:
+        """The Lipschitz constant of the gradient in the predictions, M."""
+        plain: LossGeometry = getattr(LossGeometry, self.name)(1.0)
+        return plain.smoothness
+
 
 _KNOWN = (
-    ("softmax_cross_entropy", 0.5, 0.3, True, "CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
-    ("logistic", 0.25, 0.3, True, "BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
-    ("squared_error", 1.0, 0.1, False, "MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
+    ("softmax_cross_entropy", 0.3, True, "CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
+    ("logistic", 0.3, True, "BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
+    ("squared_error", 0.1, False, "MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
 )
-LOSSES = {row[0]: LinearLoss(*row) for row in _KNOWN}
+LOSSES = {row[0]: RecommendedLoss(*row) for row in _KNOWN}
 
 
 @attrs.frozen(eq=False)
@@ -371,7 +375,7 @@ def recommend(
     return Recommendation(sorted(found, key=lambda candidate: candidate.score))
 
 
-def _loss(name: str | None, classes: int, clip_norm: float | None) -> LinearLoss:
+def _loss(name: str | None, classes: int, clip_norm: float | None) -> RecommendedLoss:
     if name is None:
         name = "logistic" if classes == 2 else "softmax_cross_entropy"
     if name not in LOSSES:
@@ -412,7 +416,7 @@ class _Task:
     n: int
     epsilon: float
     delta: float
-    loss: LinearLoss
+    loss: RecommendedLoss
     weights: int | None
     decay: float
     square: float

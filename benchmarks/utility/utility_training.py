@@ -1,28 +1,25 @@
 """Gradient descent of the methods that are compared: every batch order, losses and envelopes."""
 
-import math
-
 import numpy as np
-from scipy.special import softmax
 
 from hidden_state_accountants import BatchOrder
 from hidden_state_accountants.losses import scalar
 from hidden_state_accountants.losses.arrays import NUMPY
 from hidden_state_accountants.losses.envelope import softmax_envelope
+from hidden_state_accountants.losses.linear import BY_NAME
 
 _ORDERS = np.random.default_rng()  # of batches; noise has a generator of its own
 
 
 def slopes(candidate, logits: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """The gradients of the loss, or of its envelope, in the logits; shape (records, outputs)."""
-    smoothing = candidate.smoothing
+    if candidate.smoothing is None:
+        return BY_NAME[candidate.loss](NUMPY, logits.shape[1]).slopes(logits, targets)
+    settings = candidate.clip_norm, candidate.smoothing
     if candidate.loss == "softmax_cross_entropy":
-        if smoothing is None:
-            return softmax(logits, axis=1) - targets
-        return softmax_envelope(logits, targets, candidate.clip_norm, smoothing)[1]
-    clip_norm = math.inf if smoothing is None else candidate.clip_norm
+        return softmax_envelope(logits, targets, *settings)[1]
     with np.errstate(all="ignore"):
-        return scalar.logistic(NUMPY, logits.T, targets.T, clip_norm, smoothing or 0.0)[1].T
+        return scalar.logistic(NUMPY, logits.T, targets.T, *settings)[1].T
 
 
 def train(candidate, features: np.ndarray, targets: np.ndarray, generator) -> np.ndarray:

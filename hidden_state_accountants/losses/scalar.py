@@ -24,18 +24,13 @@ def logistic(
     """
     z, t, m = logits, targets, smoothing
     u = z if m == 0 else _proximal_logit(xp, z + m * t, m)
-    y = _sigmoid(xp, u) - t
+    y = xp.sigmoid(u) - t
     error = xp.abs(z - u - m * y) / (4.0 + m)
     y = xp.where(error <= TOLERANCE * (1.0 + xp.abs(z)), y, math.nan + 0.0 * y)
     y = xp.minimum(xp.maximum(y, -clip_norm), clip_norm)
     p = t + y
     entropy = -p * xp.log(xp.maximum(p, TINY)) - (1.0 - p) * xp.log(xp.maximum(1.0 - p, TINY))
     return xp.maximum(y * z + entropy - 0.5 * m * y * y, 0.0), y
-
-
-def _sigmoid(xp: Arrays, u: Array) -> Array:
-    e = xp.exp(-xp.abs(u))
-    return xp.where(u >= 0.0, 1.0 / (1.0 + e), e / (1.0 + e))
 
 
 def _proximal_logit(xp: Arrays, a: Array, m: float) -> Array:
@@ -50,7 +45,7 @@ def _proximal_logit(xp: Arrays, a: Array, m: float) -> Array:
     p = xp.minimum(xp.maximum(a + math.log(m), 1.0) / m, 0.5)
     u = xp.minimum(xp.log(p / (1.0 - p)), a)
     for _ in range(_NEWTON_STEPS):
-        s = _sigmoid(xp, u)
+        s = xp.sigmoid(u)
         u = u - (u + m * s - a) / (1.0 + m * s * (1.0 - s))
     return xp.where(is_mirrored, -u, u)
 

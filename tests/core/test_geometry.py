@@ -141,39 +141,6 @@ def test_generalized_linear_row_survives_clipping(name, eta, norm):
         assert np.linalg.norm(update(x) - update(y)) <= bound * np.linalg.norm(x - y) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_softmax_constants(bias):
-    rng = np.random.default_rng(2)
-    feature_norm, classes = 1.3, 4
-    loss = hsa.LossGeometry.softmax_cross_entropy(feature_norm, bias)
-    largest_curvature = largest_gradient = 0.0
-    for scale in (0.01, 1.0, 30.0):
-        for _ in range(200):
-            x = rng.normal(size=3)
-            x *= feature_norm / np.linalg.norm(x)
-            if bias:
-                x = np.append(x, 1.0)
-            logits = rng.normal(size=classes) * scale
-            if rng.random() < 0.3:
-                logits[2:] = -40.0  # two classes left: the extreme case
-            p = np.exp(logits - logits.max())
-            p /= p.sum()
-            curvature = np.kron(np.diag(p) - np.outer(p, p), np.outer(x, x))
-            largest_curvature = max(largest_curvature, np.linalg.norm(curvature, 2))
-            gradient = np.outer(p - np.eye(classes)[rng.integers(classes)], x)
-            largest_gradient = max(largest_gradient, np.linalg.norm(gradient))
-    assert largest_curvature <= loss.smoothness * (1 + 1e-12)
-    assert largest_curvature >= 0.95 * loss.smoothness
-    assert 0.9 * loss.lipschitz <= largest_gradient <= loss.lipschitz * (1 + 1e-12)
-
-
-@pytest.mark.parametrize("name", ["logistic", "huber"])
-def test_gradient_bounds(name):
-    loss, slope = LOSSES_OF_A_PREDICTION[name]
-    largest = max(abs(slope(z)) for z in np.linspace(-30, 30, 1001)) * 1.5
-    assert largest == pytest.approx(loss.lipschitz, rel=1e-9)
-
-
 @pytest.mark.parametrize(
     ("loss", "active", "expected"),
     [

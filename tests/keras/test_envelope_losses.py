@@ -270,7 +270,7 @@ def test_auto_geometry_is_what_the_loss_says(name, outputs, dense):
         "squared": PAIRS[1], "categorical": TARGETS,
     }[name]  # fmt: skip
     bias = dense.get("use_bias", True)
-    known = known_loss(loss, "linear", outputs, targets)
+    known = known_loss(RowLosses(loss), "linear", outputs, targets)
     assert known.geometry(1.5, bias) == loss.geometry(1.5, bias)
     predictions = tf.constant(np.random.default_rng(0).normal(size=(len(targets), outputs)))
     with tf.GradientTape() as tape:
@@ -300,7 +300,7 @@ class Doubled(EnvelopeSquaredError):
 )  # fmt: skip
 def test_auto_geometry_is_refused(loss, outputs, activation, text):
     with pytest.raises(hsa.UnsupportedRunError, match=text):
-        known_loss(loss, activation, outputs, np.ones((4, outputs)))
+        known_loss(RowLosses(loss), activation, outputs, np.ones((4, outputs)))
 
 
 def test_the_update_is_that_of_numpy():

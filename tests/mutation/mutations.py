@@ -1367,7 +1367,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
     },
     "events/loss_geometry.py": {
-        "core/test_geometry.py": {
+        "core/test_linear_losses.py": {
             "softmax_is_as_smooth_as_logistic": (
                 "return cls.convex(square / 2, math.sqrt(2 * square))",
                 "return cls.convex(square / 4, math.sqrt(2 * square))",
@@ -1417,6 +1417,34 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         "core/test_envelope_losses.py": {
             "smoothing_for_a_step_without_decay": ("/ (2 * (1 - rate * decay))", "/ 2"),
             "smoothing_for_the_mean_batch": ("needed = rate * stretch *", "needed = rate *"),
+        },
+    },
+    "losses/linear.py": {
+        "core/test_linear_losses.py": {
+            "a_clip_keeps_any_loss_of_several_outputs_in_its_class": (
+                "LossGeometry.generalized_linear if len(factors) == 1 else LossGeometry.convex",
+                "LossGeometry.generalized_linear",
+            ),
+            "the_smallest_weight_of_an_output_counts": (
+                "float(factors.max()) * one.smoothness",
+                "float(factors.min()) * one.smoothness",
+            ),
+            "gradients_of_several_outputs_are_as_short_as_of_one": (
+                "length = float(np.linalg.norm(factors))",
+                "length = float(factors.max())",
+            ),
+            "weights_of_classes_do_not_count": (
+                "largest = 1.0 if weights is None else float(weights.max())",
+                "largest = 1.0",
+            ),
+            "weights_of_positive_labels_do_not_count": (
+                "factors if positive is None else factors * np.maximum(positive, 1.0),",
+                "factors,",
+            ),
+            "labels_may_be_any_numbers": (
+                "is_target=lambda t: ((t >= 0) & (t <= 1)).all(axis=1),",
+                "is_target=lambda t: (t <= 1).all(axis=1),",
+            ),
         },
     },
     "losses/scalar.py": {

@@ -12,7 +12,7 @@ from torch import nn
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
 from hidden_state_adapters.opacus import BlockCoordinateOptimizer
-from hidden_state_adapters.opacus.geometry import auto_loss_geometry
+from hidden_state_adapters.opacus.criteria import auto_loss_geometry
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -19,9 +19,8 @@ import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import (
     EnvelopeCrossEntropyLoss,
     HiddenStatePrivacyEngine,
-    geometry,
 )
-from hidden_state_adapters.opacus.criteria import as_module
+from hidden_state_adapters.opacus.criteria import as_module, auto_loss_geometry
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -277,7 +276,7 @@ def test_models_with_a_loss_or_logits(make, kind, criterion, outputs, loop):
     loop(run)
     event = run.engine.privacy_event
     assert event.num_steps == 6
-    assert event.loss == geometry.auto_loss_geometry(nn.Linear(6, outputs), criterion, 1.0)
+    assert event.loss == auto_loss_geometry(nn.Linear(6, outputs), criterion, 1.0)
 
 
 @pytest.mark.parametrize("loop", [inside, on_logits])

@@ -10,6 +10,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.losses.arrays import NUMPY
+from hidden_state_accountants.losses.linear import BY_NAME
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine, recommended_criterion
 
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
@@ -64,9 +66,6 @@ def test_the_engine_takes_a_recommended_run(order, epsilon, momentum, bias, loss
 @pytest.mark.parametrize("loss", ["softmax_cross_entropy", "logistic", "squared_error"])
 def test_the_criterion_is_the_loss_that_is_named(loss):
     """Against the slopes that the estimators train with."""
-    pytest.importorskip("sklearn")
-    from hidden_state_adapters.sklearn.steps import slopes
-
     run = hsa.recommend(200, 1.0, 1e-5, classes=3, orders=["full"], epochs=2, loss=loss).best
     z = torch.randn(7, 3 if loss.startswith("softmax") else 1, dtype=torch.float64)
     z.requires_grad_()
@@ -77,7 +76,7 @@ def test_the_criterion_is_the_loss_that_is_named(loss):
         labels = torch.rand(7, 1, dtype=torch.float64)
         targets = labels.numpy()
     recommended_criterion(run)(z, labels).backward()
-    expected = slopes(loss, z.detach().numpy(), targets)
+    expected = BY_NAME[loss](NUMPY, z.shape[1]).slopes(z.detach().numpy(), targets)
     np.testing.assert_allclose(7 * z.grad.numpy(), expected, atol=1e-12)
 
 

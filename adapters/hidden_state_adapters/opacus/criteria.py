@@ -1,32 +1,44 @@
-"""Criteria that `loss_geometry="auto"` knows: their constants, and their gradients in the output.
-
-Derivations: docs/theory/moduli.md, "Losses of a linear model".
-"""
+"""Criteria of torch as losses of a linear model, and the linear head of a model."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import attrs
+import numpy as np
 import torch
 import torch.nn.functional as F
+from opacus.utils.module_utils import trainable_modules
 from torch import nn
 
 from hidden_state_accountants import LossGeometry, UnsupportedRunError
+from hidden_state_accountants.losses import linear
+from hidden_state_accountants.losses.linear import LinearLoss
 from hidden_state_adapters.opacus.losses import (
+    TORCH,
     EnvelopeBCEWithLogitsLoss,
     EnvelopeCrossEntropyLoss,
     EnvelopeHingeLoss,
+    EnvelopeLoss,
     EnvelopeSquaredErrorLoss,
 )
+from hidden_state_adapters.trained_layers import why_not_convex
 
 _SETTINGS = ("reduction", "label_smoothing", "delta", "beta")
-_PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
-
-_MODULES: dict[Callable[..., Any], type[nn.Module]] = {
+_LEAVE_OUT = (
+    "Leave out criterion= and feature_norm= (and loss_geometry=): every step then counts, whatever "
+    "the model and its loss."
+)
+_DECLARE = (
+    f"{_LEAVE_OUT} Or declare the loss of one linear layer yourself, if you proved its constants: "
+    "loss_geometry= takes a hidden_state_accountants.LossGeometry."
+)
+_PASSIVE = (nn.Flatten, nn.Identity)  # change neither values nor what a record is
+_FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     F.cross_entropy: nn.CrossEntropyLoss,
     F.nll_loss: nn.NLLLoss,
     F.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
@@ -36,8 +48,11 @@ _MODULES: dict[Callable[..., Any], type[nn.Module]] = {
 }
 
 
+# Criteria
+
+
 def as_module(criterion: Any) -> Any:
-    """The criterion as a module of torch.nn, whose attributes say what it computes.
+    """Returns the criterion as a module of torch.nn, whose attributes say what it computes.
 
     Functions of torch.nn.functional, also with settings bound by functools.partial, become the
     module of the same loss. nn.NLLLoss, which takes log-probabilities, becomes the cross-entropy
@@ -75,261 +90,146 @@ def as_module(criterion: Any) -> Any:
 
 
 def _module_of(function: Any) -> type[nn.Module] | None:
-    return next((kind for known, kind in _MODULES.items() if function is known), None)
+    return next((kind for known, kind in _FUNCTIONS.items() if function is known), None)
 
 
 @attrs.frozen(eq=False)
 class KnownCriterion:
-    """What is known of one criterion.
+    """A criterion that is the loss of a linear model.
 
     Attributes:
-        criterion: As a module.
+        criterion: Module, a copy: what a loop sets later changes nothing.
+        loss: Loss of one record.
     """
 
-    criterion: Any
+    criterion: nn.Module
+    loss: LinearLoss
+
+    @classmethod
+    def of(cls, criterion: Any, outputs: int) -> KnownCriterion:
+        """Returns what is known of a criterion of a layer with so many outputs.
+
+        Raises:
+            UnsupportedRunError: The loss of a record has no known constants, or depends on others.
+        """
+        module = as_module(criterion)
+        if type(module) not in _KNOWN:
+            raise UnsupportedRunError(
+                f"criterion= with feature_norm= knows {_KNOWN_NAMES} and their functions in "
+                f"torch.nn.functional, got {_name(criterion)}. {_DECLARE}"
+            )
+        module = copy.deepcopy(module)
+        return cls(module, _KNOWN[type(module)](module, outputs))
 
     @property
     def fields(self) -> dict[str, Any]:
-        """What it computes, in plain types."""
+        """Settings of the criterion, in plain types."""
         found = {k: getattr(self.criterion, k) for k in _SETTINGS if hasattr(self.criterion, k)}
         weights = {k: getattr(self.criterion, k, None) for k in ("weight", "pos_weight")}
         given = {k: weight.tolist() for k, weight in weights.items() if weight is not None}
         return {"type": type(self.criterion).__name__, **found, **given}
 
-    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
-        """The loss of a record, as a function of the parameters of a linear layer.
-
-        Raises:
-            UnsupportedRunError: The loss of a record has no constants, or depends on others.
-        """
-        raise NotImplementedError
-
-    def share(self, outputs: int) -> float:
-        """What the loss of a record divides the sum over its outputs by."""
-        return float(outputs) if self.criterion.reduction == "mean" else 1.0
-
-    def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Of the sum of the losses of all outputs, shape (n, outputs); NaN at forbidden targets."""
-        raise NotImplementedError
-
     def takes(self, target: torch.Tensor, output: torch.Tensor) -> bool:
         """Whether `target` has a form in which the targets of `output` may come."""
-        return target.numel() == output.numel() and target.shape[:1] == output.shape[:1]
-
-    def slopes(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The gradient of the loss of every record in its outputs, shape (n, outputs).
-
-        Args:
-            output: Of the linear layer, shape (n, outputs), float32 or float64.
-            target: What `takes` takes. NaN follows from targets that the loss is not made for.
-
-        Raises:
-            TypeError, ValueError: Such targets, of a loss that looks at them by itself.
-        """
-        gradient = self.gradient(output, target.to(output).reshape(output.shape))
-        share = self.share(output.shape[1])
-        return gradient if share == 1 else gradient / share
-
-
-class _OfClasses(KnownCriterion):
-    """A loss of class indices or of probabilities."""
-
-    def takes(self, target: torch.Tensor, output: torch.Tensor) -> bool:
-        """See `KnownCriterion.takes`."""
+        if not isinstance(self.criterion, nn.CrossEntropyLoss | EnvelopeCrossEntropyLoss):
+            return target.numel() == output.numel() and target.shape[:1] == output.shape[:1]
         if target.is_floating_point():
             return target.shape == output.shape
         return target.shape[:1] == output.shape[:1] and target.numel() == len(output)
 
-
-class SoftmaxCriterion(_OfClasses):
-    """nn.CrossEntropyLoss: with targets t and weights w the softmax p has gradient s p - w t."""
-
-    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
-        """See `KnownCriterion.geometry`."""
-        criterion, default = self.criterion, nn.CrossEntropyLoss().ignore_index
-        if criterion.ignore_index != default:
-            raise UnsupportedRunError(
-                f"criterion= needs ignore_index = {default}, got "
-                f"{criterion.ignore_index}: ignored records rescale the others. Remove those "
-                "records beforehand."
-            )
-        weight = _weights(criterion, "weight", (outputs,))
-        if weight is not None and criterion.reduction == "mean":
-            raise UnsupportedRunError(
-                'Expected reduction = "sum" of a CrossEntropyLoss with class weights, got "mean": '
-                "torch then divides by the sum of the weights of the batch, so that the label of "
-                'one record rescales all others. Use CrossEntropyLoss(weight=..., reduction="sum") '
-                'with make_private(..., loss_reduction="sum") and a learning rate divided by the '
-                "batch size. The weights must not be computed from the private labels."
-            )
-        largest = 1.0 if weight is None else float(weight.max())
-        return _scaled(LossGeometry.softmax_cross_entropy(norm, bias), largest)
-
-    def share(self, outputs: int) -> float:
-        """One loss for all outputs."""
-        return 1.0
-
     def slopes(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.slopes`; a label that is no class is taken for none."""
-        criterion = self.criterion
-        if not target.is_floating_point():
+        """Returns the gradient of the loss of every record in its outputs, shape (n, outputs).
+
+        Args:
+            output: Output of the linear layer, shape (n, outputs), float32 or float64.
+            target: Tensor that `takes` takes. NaN follows from targets that the loss is not made
+                for.
+
+        Raises:
+            TypeError, ValueError: Such targets, of an envelope.
+        """
+        target, is_target = target.to(output.device), self.loss.is_target
+        if isinstance(self.criterion, EnvelopeLoss):
+            is_label = target.numel() != output.numel()
+            return self.loss.slopes(output, target.reshape(-1 if is_label else output.shape))
+        if isinstance(self.criterion, nn.CrossEntropyLoss) and not target.is_floating_point():
             classes = torch.arange(output.shape[1], device=output.device)
-            is_label = target.to(output.device).reshape(-1, 1) == classes
-            if criterion.weight is None and not criterion.label_smoothing:
-                return output.softmax(dim=1).sub_(is_label.to(output.dtype))
-            target = is_label
-        return self.gradient(output, target.to(output))
-
-    def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.gradient`; targets are probabilities."""
-        weight, smoothing = self.criterion.weight, self.criterion.label_smoothing
-        weighted = (1 - smoothing) * target + smoothing / output.shape[1]
-        if weight is not None:
-            weighted = weighted * weight.to(output)
-        gradient = output.softmax(dim=1) * weighted.sum(dim=1, keepdim=True) - weighted
-        off = (target.sum(dim=1) - 1).abs() > _PROBABILITY_SLACK
-        is_forbidden = off | (target < 0).any(dim=1)
-        return torch.where(is_forbidden[:, None], math.nan, gradient)
+            labels = target.reshape(-1, 1) == classes
+            target, fits = labels.to(output.dtype), labels.any(dim=1)
+        else:
+            target = target.to(output.dtype).reshape(output.shape)
+            fits = None if is_target is None else is_target(target)
+        slopes: torch.Tensor = self.loss.slopes(output, target)
+        return slopes if fits is None else slopes.where(fits[:, None], math.nan)
 
 
-class LogisticCriterion(KnownCriterion):
-    """nn.BCEWithLogitsLoss: one or several labels for each record."""
-
-    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
-        """See `KnownCriterion.geometry`."""
-        shape = (outputs,)
-        largest = torch.ones(outputs, dtype=torch.float64)
-        positive = _weights(self.criterion, "pos_weight", shape)
-        if positive is not None:
-            largest = largest * positive.clamp(min=1)
-        weight = _weights(self.criterion, "weight", shape)
-        if weight is not None:
-            largest = largest * weight
-        one = LossGeometry.logistic(norm, bias)
-        if outputs == 1:
-            return _scaled(one, float(largest.max()))
-        return _sum_of(one, largest / self.share(outputs))
-
-    def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.gradient`; targets are in [0, 1]."""
-        weight, positive = self.criterion.weight, self.criterion.pos_weight
-        down, up = (1 - target) * output.sigmoid(), target * (-output).sigmoid()
-        gradient = down - (up if positive is None else positive.to(output) * up)
-        if weight is not None:
-            gradient = weight.to(output) * gradient
-        return torch.where((target >= 0) & (target <= 1), gradient, math.nan)
+def _cross_entropy(criterion: nn.CrossEntropyLoss, outputs: int) -> LinearLoss:
+    default = nn.CrossEntropyLoss().ignore_index
+    if criterion.ignore_index != default:
+        raise UnsupportedRunError(
+            f"criterion= needs ignore_index = {default}, got {criterion.ignore_index}: ignored "
+            "records rescale the others. Remove those records beforehand."
+        )
+    weights = _weights(criterion, "weight", outputs)
+    if weights is not None and _is_mean(criterion):
+        raise UnsupportedRunError(
+            'Expected reduction = "sum" of a CrossEntropyLoss with class weights, got "mean": '
+            "torch then divides by the sum of the weights of the batch, so that the label of "
+            'one record rescales all others. Use CrossEntropyLoss(weight=..., reduction="sum") '
+            'with make_private(..., loss_reduction="sum") and a learning rate divided by the '
+            "batch size. The weights must not be computed from the private labels."
+        )
+    return linear.softmax(TORCH, outputs, smoothing=criterion.label_smoothing, weights=weights)
 
 
-class ResidualCriterion(KnownCriterion):
-    r"""A loss l(v) of v = prediction minus target, with l'(v) = c clamp(v, -w, w) of each output.
-
-    nn.MSELoss has c = 2 and no w, nn.HuberLoss c = 1 and w = delta, nn.SmoothL1Loss c = 1/beta and
-    w = beta.
-    """
-
-    @property
-    def _shape(self) -> tuple[float, float]:
-        """c and w."""
-        criterion = self.criterion
-        if isinstance(criterion, nn.MSELoss):
-            return 2.0, math.inf
-        if isinstance(criterion, nn.HuberLoss):
-            return 1.0, criterion.delta
-        if not criterion.beta > 0:
-            raise UnsupportedRunError(
-                f"criterion= needs beta > 0, got {criterion.beta!r}: the absolute value "
-                "is not smooth."
-            )
-        return 1 / criterion.beta, criterion.beta
-
-    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
-        """See `KnownCriterion.geometry`."""
-        (curvature, width), share = self._shape, self.share(outputs)
-        if width == math.inf:
-            return LossGeometry.squared_error(norm, bias, scale=curvature / share)
-        one = _scaled(LossGeometry.huber(norm, width, bias), curvature)
-        return one if outputs == 1 else _sum_of(one, torch.ones(outputs) / share)
-
-    def gradient(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.gradient`."""
-        curvature, width = self._shape
-        return curvature * (output - target).clamp(-width, width)
+def _smooth_l1(criterion: nn.SmoothL1Loss, outputs: int) -> LinearLoss:
+    beta = criterion.beta
+    if not beta > 0:
+        raise UnsupportedRunError(
+            f"criterion= needs beta > 0, got {beta!r}: the absolute value is not smooth."
+        )
+    return linear.residual(TORCH, outputs, mean=_is_mean(criterion), scale=1 / beta, width=beta)
 
 
-class EnvelopeCriterion(KnownCriterion):
-    """A loss of `losses`, which knows its constants and checks its targets by itself."""
-
-    def geometry(self, norm: float, bias: bool, outputs: int) -> LossGeometry:
-        """See `KnownCriterion.geometry`."""
-        if outputs != 1 and not self.criterion.takes_several_outputs:
-            raise UnsupportedRunError(
-                f"criterion= needs one output for {type(self.criterion).__name__}, got "
-                f"{outputs}. Use a model with one output, or leave out criterion= and "
-                "feature_norm=: every step then counts."
-            )
-        geometry: LossGeometry = self.criterion.geometry(norm, bias)
-        return geometry
-
-    def slopes(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """See `KnownCriterion.slopes`."""
-        is_label = target.numel() != output.numel()
-        target = target.to(output.device).reshape(-1 if is_label else output.shape)
-        slopes: torch.Tensor = self.criterion.slopes(output, target)
-        return slopes
+def _envelope(criterion: EnvelopeLoss, outputs: int) -> LinearLoss:
+    if outputs != 1 and not criterion.takes_several_outputs:
+        raise UnsupportedRunError(
+            f"criterion= needs one output for {type(criterion).__name__}, got {outputs}. Use a "
+            "model with one output, or leave out criterion= and feature_norm=: every step then "
+            "counts."
+        )
+    return LinearLoss(slopes=criterion.slopes, geometry=criterion.geometry)
 
 
-class SoftmaxEnvelope(_OfClasses, EnvelopeCriterion):
-    """EnvelopeCrossEntropyLoss."""
-
-
-_KNOWN: dict[type, type[KnownCriterion]] = {
-    nn.CrossEntropyLoss: SoftmaxCriterion,
-    nn.BCEWithLogitsLoss: LogisticCriterion,
-    nn.MSELoss: ResidualCriterion,
-    nn.HuberLoss: ResidualCriterion,
-    nn.SmoothL1Loss: ResidualCriterion,
-    EnvelopeCrossEntropyLoss: SoftmaxEnvelope,
-    EnvelopeBCEWithLogitsLoss: EnvelopeCriterion,
-    EnvelopeSquaredErrorLoss: EnvelopeCriterion,
-    EnvelopeHingeLoss: EnvelopeCriterion,
+_KNOWN: dict[type, Callable[[Any, int], LinearLoss]] = {
+    nn.CrossEntropyLoss: _cross_entropy,
+    nn.BCEWithLogitsLoss: lambda c, k: linear.logistic(
+        TORCH,
+        k,
+        mean=_is_mean(c),
+        weights=_weights(c, "weight", k),
+        positive=_weights(c, "pos_weight", k),
+    ),
+    nn.MSELoss: lambda c, k: linear.residual(TORCH, k, mean=_is_mean(c), scale=2.0),
+    nn.HuberLoss: lambda c, k: linear.residual(TORCH, k, mean=_is_mean(c), width=c.delta),
+    nn.SmoothL1Loss: _smooth_l1,
+    EnvelopeCrossEntropyLoss: _envelope,
+    EnvelopeBCEWithLogitsLoss: _envelope,
+    EnvelopeSquaredErrorLoss: _envelope,
+    EnvelopeHingeLoss: _envelope,
 }
-
-KNOWN_NAMES = ", ".join(
+_KNOWN_NAMES = ", ".join(
     f"{'nn.' if kind.__module__.startswith('torch.') else ''}{kind.__name__}"
     for kind in (*_KNOWN, nn.NLLLoss)
 )
 
 
-def known_criterion(criterion: Any) -> KnownCriterion | None:
-    """What is known of a criterion, or None.
-
-    Raises:
-        UnsupportedRunError: As `as_module`.
-    """
-    module = as_module(criterion)
-    kind = _KNOWN.get(type(module))
-    return None if kind is None else kind(module)
+def _is_mean(criterion: Any) -> bool:
+    return bool(criterion.reduction == "mean")
 
 
-def _scaled(loss: LossGeometry, factor: float) -> LossGeometry:
-    """The geometry of `factor` times the loss."""
-    assert loss.lipschitz is not None
-    return attrs.evolve(
-        loss, smoothness=factor * loss.smoothness, lipschitz=factor * loss.lipschitz
-    )
-
-
-def _sum_of(one: LossGeometry, factors: torch.Tensor) -> LossGeometry:
-    """The geometry of a sum over outputs with parameters of their own, of factors times a loss."""
-    assert one.lipschitz is not None
-    return LossGeometry.convex(
-        float(factors.max()) * one.smoothness,
-        float(torch.linalg.vector_norm(factors, dtype=torch.float64)) * one.lipschitz,
-    )
-
-
-def _weights(criterion: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Weights of the outputs in float64, or None.
+def _weights(criterion: nn.Module, name: str, outputs: int) -> np.ndarray | None:
+    """Returns weights of the outputs in float64, or None.
 
     Raises:
         UnsupportedRunError: They are not finite, or negative, or weights of something else.
@@ -337,13 +237,166 @@ def _weights(criterion: Any, name: str, shape: tuple[int, ...]) -> torch.Tensor 
     weight = getattr(criterion, name)
     if weight is None:
         return None
-    values = weight.detach().to(device="cpu", dtype=torch.float64)
-    fits = values.numel() == 1 or tuple(values.shape) == shape
-    if not (fits and torch.isfinite(values).all() and (values >= 0).all() and values.any()):
+    values: np.ndarray = weight.detach().double().cpu().numpy()
+    fits = values.size == 1 or values.shape == (outputs,)
+    if not (fits and np.isfinite(values).all() and (values >= 0).all() and values.any()):
         raise UnsupportedRunError(
             f"criterion= needs {name} with one finite number >= 0 for each of the "
-            f"{shape[0]} outputs, not all 0, got shape {tuple(values.shape)} with values from "
-            f"{float(values.min()):g} to {float(values.max()):g}. Weights of single records "
+            f"{outputs} outputs, not all 0, got shape {values.shape} with values from "
+            f"{values.min():g} to {values.max():g}. Weights of single records "
             "belong into the data set, or leave them out."
         )
-    return values.expand(shape)
+    return np.full(outputs, values.reshape(-1))
+
+
+def _name(criterion: Any) -> str:
+    if isinstance(criterion, type):
+        return f"the type {criterion.__name__} instead of an object"
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
+
+
+def check_reduction(criterion: Any, loss_reduction: str) -> None:
+    """Raises UnsupportedRunError if the criterion and Opacus' loss_reduction differ."""
+    reduction = getattr(as_module(criterion), "reduction", loss_reduction)
+    if reduction != loss_reduction:
+        raise UnsupportedRunError(
+            f"Expected a criterion with reduction = {loss_reduction!r} (the loss_reduction of "
+            f"make_private), got {reduction!r}: per-example gradients would be off by the batch "
+            "size. Make the two agree."
+        )
+
+
+def refuse_weights_of_the_batch(criterion: Any) -> None:
+    """Raises UnsupportedRunError for a mean over records that their weights divide."""
+    module = as_module(criterion)
+    is_softmax = isinstance(module, nn.CrossEntropyLoss)
+    if is_softmax and module.weight is not None and _is_mean(module):
+        raise UnsupportedRunError(
+            f"Expected no class weights in a mean, got {type(module).__name__}(weight=...): it is "
+            "divided by the weights of all records of the batch, so that the gradient of one "
+            'record depends on the others. Use reduction="none" here, and take the .mean() of the '
+            "losses in the loop: the weights may stay."
+        )
+
+
+# Models
+
+
+def find_linear_head(module: nn.Module) -> nn.Linear | None:
+    """Returns the only trainable layer of `module` if it is an nn.Linear, else None."""
+    owners = [part for _, part in trainable_modules(module)]
+    return owners[0] if len(owners) == 1 and type(owners[0]) is nn.Linear else None
+
+
+def check_convexity(
+    loss: LossGeometry | str | None, module: nn.Module, blocks: Iterable[Iterable[nn.Parameter]]
+) -> None:
+    """Raises UnsupportedRunError for a convex loss of several trained layers.
+
+    Args:
+        loss: Declared loss; "auto" has one layer anyway.
+        module: The module itself, not Opacus' wrapper.
+        blocks: Parameters that are moved together.
+    """
+    if not isinstance(loss, LossGeometry):
+        return
+    owners = [part for _, part in trainable_modules(module)]
+    layers = []
+    for block in blocks:
+        moved = set(block)
+        own = [part for part in owners if not moved.isdisjoint(part.parameters(recurse=False))]
+        layers.append([type(part).__name__ for part in own])
+    if reason := why_not_convex(loss, layers):
+        raise UnsupportedRunError(reason)
+
+
+def auto_loss_geometry(
+    module: nn.Module, criterion: Any, feature_norm: float | None, loss_reduction: str = "mean"
+) -> LossGeometry:
+    """Returns the loss of a linear model trained with `criterion` on features of bounded norm.
+
+    What comes before the layer is frozen: a fixed public map of every record. That the loss is that
+    of the layer's output is checked at every step (`head.run.KnownHeadRun`).
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        criterion: nn.CrossEntropyLoss, nn.NLLLoss (behind log_softmax), nn.BCEWithLogitsLoss,
+            nn.MSELoss, nn.HuberLoss or nn.SmoothL1Loss, or the function of torch.nn.functional for
+            it, with any number of outputs; EnvelopeCrossEntropyLoss or EnvelopeSquaredErrorLoss, or
+            with one output EnvelopeBCEWithLogitsLoss or EnvelopeHingeLoss. Weights are those of
+            outputs; for cross-entropy they need reduction="sum". The loop must use this loss, with
+            targets that are class indices or probabilities.
+        feature_norm: Bound on the L2 norm of every record at the linear layer.
+        loss_reduction: "mean" or "sum", as given to make_private.
+
+    Raises:
+        UnsupportedRunError: The constants of the loss are not known.
+        TypeError, ValueError: `feature_norm` is not a positive number.
+    """
+    if criterion is None:
+        raise UnsupportedRunError(
+            'loss_geometry="auto" needs the criterion of the training loop, got none. Pass '
+            "criterion=, or leave out loss_geometry=: every step then counts."
+        )
+    if feature_norm is None:
+        raise UnsupportedRunError(
+            'loss_geometry="auto" needs a bound on the norm of the features, got none. Normalise '
+            "the records and pass feature_norm=."
+        )
+    # A LogSoftmax is part of the loss, and changes nothing where it was applied before.
+    is_softmax = isinstance(as_module(criterion), nn.CrossEntropyLoss)
+    layer = _linear_head(module, (*_PASSIVE, nn.LogSoftmax) if is_softmax else _PASSIVE)
+    loss = KnownCriterion.of(criterion, layer.out_features).loss
+    check_reduction(criterion, loss_reduction)
+    return loss.geometry(feature_norm, layer.bias is not None)
+
+
+def _linear_head(module: nn.Module, passive: tuple[type, ...]) -> nn.Linear:
+    """Returns the linear layer that is all there is to train in `module`, and comes last.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        passive: Types of what may follow in an nn.Sequential.
+
+    Raises:
+        UnsupportedRunError: Something else is trained, or follows the head.
+    """
+    head = find_linear_head(module)
+    frozen = head is not None and any(not p.requires_grad for p in head.parameters())
+    if head is None or frozen:
+        trained = [type(part).__name__ for _, part in trainable_modules(module)]
+        raise UnsupportedRunError(
+            "criterion= and feature_norm= need a model in which one whole nn.Linear is trained and "
+            "the rest is frozen with requires_grad_(False), got trainable "
+            f"{', '.join(trained) or '-'}"
+            f"{' with frozen parameters' if frozen else ''}. {_LEAVE_OUT}"
+        )
+    hooks = (*head._forward_hooks.values(), *head._forward_pre_hooks.values())
+    if any(not _is_known_hook(hook) for hook in hooks):
+        raise UnsupportedRunError(
+            "criterion= and feature_norm= need a linear layer that computes nothing else, got a "
+            f"forward hook on Linear. {_DECLARE}"
+        )
+    after = [type(part).__name__ for part in _after(module, head) if type(part) not in passive]
+    if after:
+        raise UnsupportedRunError(
+            "criterion= and feature_norm= need a model that ends with its linear layer, got "
+            f"{', '.join(after)} after it. {_LEAVE_OUT}"
+        )
+    return head
+
+
+def _after(module: nn.Module, head: nn.Module) -> list[nn.Module]:
+    """Returns what follows `head` in the nn.Sequential containers that hold it."""
+    if type(module) is not nn.Sequential:
+        return []
+    children = list(module)
+    for index, child in enumerate(children):
+        if any(part is head for part in child.modules()):
+            return [*_after(child, head), *children[index + 1 :]]
+    return []
+
+
+def _is_known_hook(hook: Any) -> bool:
+    """Whether Opacus or this package registered a hook: those leave the values alone."""
+    return getattr(hook, "__module__", "").startswith(("opacus.", "hidden_state_adapters."))

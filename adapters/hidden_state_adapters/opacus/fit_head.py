@@ -15,6 +15,8 @@ from torch.nn import functional
 
 from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
+from hidden_state_accountants.losses.linear import BY_NAME
+from hidden_state_adapters.opacus.losses import TORCH
 from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.recipe import (
     INTERCEPT_SHARE,
@@ -222,13 +224,12 @@ class _Rows:
         """
         w = torch.from_numpy(weights).to(self.means.device)
         total, longest = torch.zeros_like(w), math.hypot(self.norm, self.constant)
+        known = BY_NAME[loss](TORCH, w.shape[1])
         for index, block in self.blocks():
             scales, y = self.scales[index][:, None], targets[index]
             z = self._predictions(index, block, w)
-            if loss == "softmax_cross_entropy":
-                slopes = functional.softmax(z, dim=1) - functional.one_hot(y, z.shape[1])
-            else:
-                slopes = (torch.sigmoid(z) if loss == "logistic" else z) - y[:, None]
+            rows = functional.one_hot(y, z.shape[1]) if z.shape[1] > 1 else y[:, None]
+            slopes = known.slopes(z, rows)
             # The gradient is an outer product: its norm is that of slopes times that of the row.
             norms = slopes.norm(dim=1, keepdim=True).clamp(min=_SHORTEST) * longest
             slopes *= (clip_norm / norms).clamp(max=1.0)

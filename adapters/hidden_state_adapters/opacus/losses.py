@@ -27,16 +27,20 @@ from hidden_state_accountants.losses.softmax import SoftmaxEnvelope, solve
 _REDUCTIONS = ("mean", "sum", "none")
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
-_TORCH = Arrays(
+TORCH = Arrays(
     exp=torch.exp,
     log=torch.log,
     sqrt=torch.sqrt,
     abs=torch.abs,
+    sigmoid=torch.sigmoid,
+    tanh=torch.tanh,
     where=torch.where,
     maximum=lambda array, least: array.clamp(min=least),
     minimum=lambda array, most: array.clamp(max=most),
     total=lambda array: array.sum(dim=0),
     largest=lambda array: array.amax(dim=0),
+    softmax=lambda array: array.softmax(dim=1),
+    like=lambda numbers, array: torch.from_numpy(numbers).to(array),
     when=lambda holds, function, array: function() if holds.any() else array,
 )
 
@@ -203,7 +207,7 @@ class EnvelopeCrossEntropyLoss(EnvelopeLoss):
             pair = envelope.softmax_envelope(predictions.numpy(), probabilities.numpy(), c, m)
             return torch.from_numpy(pair[0]), torch.from_numpy(pair[1])
         logits, probabilities = predictions.T.double().contiguous(), probabilities.T.contiguous()
-        problem = SoftmaxEnvelope.of(_TORCH, logits, probabilities, c, m)
+        problem = SoftmaxEnvelope.of(TORCH, logits, probabilities, c, m)
         point = solve(problem)
         return problem.value(point), problem.gradient(point).T
 
@@ -376,7 +380,7 @@ def _is_on_host(tensor: torch.Tensor) -> bool:
 
 
 def _arrays(tensor: torch.Tensor) -> Arrays:
-    return NUMPY if _is_on_host(tensor) else _TORCH
+    return NUMPY if _is_on_host(tensor) else TORCH
 
 
 def _host(tensor: torch.Tensor) -> Array:

@@ -34,8 +34,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batch_order
 from hidden_state_accountants.runs.run import Step
-from hidden_state_adapters.opacus import geometry
-from hidden_state_adapters.opacus.criteria import as_module
+from hidden_state_adapters.opacus import criteria
 from hidden_state_adapters.opacus.data.reading import (
     LoaderReading,
     drawn_rate,
@@ -230,14 +229,14 @@ class StockRun(AccountedRun):
         given = declared.loss_geometry
         self._loss = given if isinstance(given, LossGeometry) else None
         inner = module._module if isinstance(module, AbstractGradSampleHooks) else module
-        geometry.check_convexity(self._loss, inner, [inner.parameters()])
+        criteria.check_convexity(self._loss, inner, [inner.parameters()])
         loss = "the declared loss" if self._loss is not None else "the loss"
         if declared.criterion is not None:
-            known = geometry.auto_loss_geometry(
+            known = criteria.auto_loss_geometry(
                 inner, declared.criterion, declared.feature_norm, optimizer.loss_reduction
             )
             self._loss = None if self._update(optimizer)[1] else known
-            loss = f"{as_module(declared.criterion)} on the whole output"
+            loss = f"{criteria.as_module(declared.criterion)} on the whole output"
             loss += f", with features of norm at most {declared.feature_norm:g}"
         super().__init__(self._new_recorder())
         self.recorder.check_relation(relation)

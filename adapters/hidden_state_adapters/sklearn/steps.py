@@ -5,25 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from scipy.special import expit, softmax
 
+from hidden_state_accountants.losses.arrays import NUMPY
+from hidden_state_accountants.losses.linear import BY_NAME
 from hidden_state_adapters.sklearn.records import Records
 
 Targets = Callable[[slice], np.ndarray]
 _TINY = 1e-300
-
-
-def slopes(loss: str, predictions: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """The gradients of a loss in the predictions: shape (records, outputs), as both arguments.
-
-    Args:
-        loss: "logistic", "softmax_cross_entropy" or "squared_error".
-        predictions: float64.
-        targets: Rows of the unit matrix for softmax.
-    """
-    if loss == "softmax_cross_entropy":
-        return softmax(predictions, axis=1) - targets
-    return (expit(predictions) if loss == "logistic" else predictions) - targets
 
 
 def gradient_sum(
@@ -35,9 +23,9 @@ def gradient_sum(
     weights_of_records: np.ndarray | None = None,
 ) -> np.ndarray:
     """The sum of the clipped and weighted gradients of all records, of the shape of the weights."""
-    total = np.zeros_like(weights)
+    total, slopes = np.zeros_like(weights), BY_NAME[loss](NUMPY, weights.shape[1]).slopes
     for block in records.blocks():
-        y = slopes(loss, records.predictions(block, weights), targets(block))
+        y = slopes(records.predictions(block, weights), targets(block))
         # The gradient is an outer product: its norm is that of y times that of the record.
         norms = np.sqrt(np.einsum("ij,ij->i", y, y)) * records.norms[block]
         factors = np.minimum(clip_norm / np.maximum(norms, _TINY), 1.0)

@@ -259,15 +259,14 @@ def begin(
             return values, slopes
 
         return declared, HeadRun(head, features, y, evaluate), checked
-    loss = known_loss(keras_loss, head.activation, head.outputs, y.numpy())
+    loss = known_loss(losses, head.activation, head.outputs, y.numpy())
     known = attrs.evolve(
         declared,
         loss_geometry=loss.geometry(norm, head.has_bias),
         source=f"that of {loss.name} and one linear layer on features of norm at most {norm:g}, "
         "which every example of the data set has",
     )
-    targets = tf.cast(loss.targets, features.dtype)
-    return known, HeadRun(head, features, targets, loss.evaluate), checked
+    return known, HeadRun(head, features, loss.targets, loss.evaluate), checked
 
 
 def _check_without_norm(given: LossGeometry, keras_loss: Any, model: Any, x: Any) -> None:

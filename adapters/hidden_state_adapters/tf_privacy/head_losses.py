@@ -1,7 +1,7 @@
-"""Losses of a linear head: value, slope and constants of each, in one table.
+"""Keras losses: one loss for every row, and which of them are losses of a linear model.
 
-A run that hides its iterates differentiates the loss itself, by the slopes that stand here, and is
-accounted with the constants that stand beside them (proven in docs/theory/moduli.md).
+A run that hides its iterates takes the slopes and the constants of a loss from the one table,
+`hidden_state_accountants.losses.linear`; its values are Keras' own.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants import LossGeometry
+from hidden_state_accountants.losses import linear
+from hidden_state_accountants.losses.linear import LinearLoss
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import check_loss
-from hidden_state_adapters.tf_privacy.losses import ENVELOPES, OF_ONE_OUTPUT
+from hidden_state_adapters.tf_privacy.losses import (
+    ENVELOPES,
+    OF_ONE_OUTPUT,
+    TENSORFLOW,
+    EnvelopeSparseCategoricalCrossentropy,
+)
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 LEAVE_OUT = (
@@ -28,7 +35,6 @@ DECLARE = (
     f"{LEAVE_OUT} Or declare the loss of one linear layer yourself, if you proved its constants: "
     "loss_geometry= takes a hidden_state_accountants.LossGeometry."
 )
-_PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
 _losses = keras_api.losses
 
 Evaluate = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
@@ -76,7 +82,7 @@ class RowLosses:
         if tf.nest.is_nested(outputs) or tf.nest.is_nested(targets) or targets is None:
             raise refusal(
                 "Expected one tensor of targets and one of outputs, got "
-                f"{_kind(targets)} and {_kind(outputs)}. Concatenate several outputs."
+                f"{_type(targets)} and {_type(outputs)}. Concatenate several outputs."
             )
         targets, outputs = tf.convert_to_tensor(targets), tf.convert_to_tensor(outputs)
         # As Keras' container of losses does it, so that targets are not broadcast.
@@ -121,7 +127,7 @@ class RowLosses:
         return found
 
 
-def _kind(value: Any) -> str:
+def _type(value: Any) -> str:
     return "none" if value is None else type(value).__name__
 
 
@@ -130,11 +136,12 @@ class HeadLoss:
     """The loss of one example as a function of the linear predictions of a head.
 
     Attributes:
-        name: Of the loss.
-        evaluate: Of targets and predictions, shape (rows, outputs): the values, shape (rows,), and
-            their slopes by the predictions.
-        geometry: Of a bound on the norm of the features, and whether there is a bias.
-        targets: Of all examples, as numbers of shape (rows, outputs).
+        name: Name of the loss.
+        evaluate: Function of targets and predictions, shape (examples, outputs), that gives the
+            values, shape (examples,), and the slopes in the predictions.
+        geometry: Constants in the parameters, of a bound on the norm of the features and whether
+            there is a bias.
+        targets: Targets of all examples: labels, or numbers of shape (examples, outputs).
     """
 
     name: str
@@ -143,230 +150,148 @@ class HeadLoss:
     targets: tf.Tensor
 
 
-# Rows of the table
-
-
-def _softmax(targets: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    values = tf.nn.softmax_cross_entropy_with_logits(targets, predictions)
-    return values, tf.nn.softmax(predictions) - targets
-
-
-def _mean(
-    value: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
-    slope: Callable[[tf.Tensor, tf.Tensor], tf.Tensor],
-) -> Evaluate:
-    """Of the mean over the predictions of an example of a loss of one prediction."""
-
-    def evaluate(targets: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        values = tf.reduce_mean(value(targets, predictions), 1)
-        return values, slope(targets, predictions) / predictions.shape[1]
-
-    return evaluate
-
-
-_SIGMOID = _mean(
-    lambda t, z: tf.nn.sigmoid_cross_entropy_with_logits(labels=t, logits=z),
-    lambda t, z: tf.sigmoid(z) - t,
-)
-_SQUARED = _mean(lambda t, z: tf.square(z - t), lambda t, z: 2 * (z - t))
-_LOG_COSH = _mean(
-    lambda t, z: z - t + tf.math.softplus(-2 * (z - t)) - math.log(2),
-    lambda t, z: tf.tanh(z - t),
-)
-
-
-def _huber(delta: float) -> Evaluate:
-    def value(t: tf.Tensor, z: tf.Tensor) -> tf.Tensor:
-        inner = tf.clip_by_value(z - t, -delta, delta)
-        return inner * (z - t) - tf.square(inner) / 2
-
-    return _mean(value, lambda t, z: tf.clip_by_value(z - t, -delta, delta))
-
-
-def _probabilities(targets: np.ndarray) -> np.ndarray:
-    return np.all((targets >= 0) & (targets <= 1), axis=1)
-
-
-def _vectors(targets: np.ndarray) -> np.ndarray:
-    off = np.abs(targets.sum(axis=1) - 1)
-    return np.all(targets >= 0, axis=1) & (off <= _PROBABILITY_SLACK)
-
-
-@attrs.frozen
-class _Row:
-    """One loss of Keras.
-
-    Attributes:
-        kind: Its class.
-        function: Its function.
-        evaluate: Value and slope; of Huber's loss made of its delta.
-        curvature: Largest second derivative of the loss of one prediction.
-        slope: Largest derivative of it, likewise; None if there is none.
-        activation: What the head may end with where from_logits is False.
-        is_target: Tells for every row of targets whether the constants hold for it.
-        wanted: What it asks for, in words.
-    """
-
-    kind: type
-    function: Any
-    evaluate: Any
-    curvature: float = 1.0
-    slope: float | None = None
-    activation: str = ""
-    is_target: Callable[[np.ndarray], np.ndarray] = lambda targets: np.isfinite(targets).all(axis=1)
-    wanted: str = "finite numbers"
-
-    def geometry(self, outputs: int, slope: float | None) -> Callable[[float, bool], LossGeometry]:
-        """Of the mean over the predictions of an example; of softmax, which joins them."""
-        if self.activation == "softmax":
-            return LossGeometry.softmax_cross_entropy
-
-        def of(feature_norm: float, bias: bool) -> LossGeometry:
-            square = feature_norm**2 + bias
-            smoothness = self.curvature * square / outputs
-            lipschitz = None if slope is None else slope * math.sqrt(square / outputs)
-            if outputs == 1:
-                return LossGeometry.generalized_linear(smoothness, lipschitz)
-            return LossGeometry.convex(smoothness, lipschitz)
-
-        return of
-
-
-_TABLE = (
-    _Row(
-        _losses.SparseCategoricalCrossentropy,
-        _losses.sparse_categorical_crossentropy,
-        _softmax,
-        activation="softmax",
-    ),
-    _Row(
-        _losses.CategoricalCrossentropy,
-        _losses.categorical_crossentropy,
-        _softmax,
-        activation="softmax",
-        is_target=_vectors,
-        wanted="vectors of probabilities",
-    ),
-    _Row(
-        _losses.BinaryCrossentropy,
-        _losses.binary_crossentropy,
-        _SIGMOID,
-        curvature=0.25,
-        slope=1.0,
-        activation="sigmoid",
-        is_target=_probabilities,
-        wanted="probabilities",
-    ),
-    _Row(_losses.MeanSquaredError, _losses.mean_squared_error, _SQUARED, curvature=2.0),
-    _Row(_losses.Huber, _losses.huber, _huber),
-    _Row(_losses.LogCosh, _losses.log_cosh, _LOG_COSH, slope=1.0),
-)
+_FUNCTIONS = {
+    _losses.SparseCategoricalCrossentropy: _losses.sparse_categorical_crossentropy,
+    _losses.CategoricalCrossentropy: _losses.categorical_crossentropy,
+    _losses.BinaryCrossentropy: _losses.binary_crossentropy,
+    _losses.MeanSquaredError: _losses.mean_squared_error,
+    _losses.Huber: _losses.huber,
+    _losses.LogCosh: _losses.log_cosh,
+}
+_ACTIVATIONS = {  # what the head ends with where from_logits is False
+    _losses.SparseCategoricalCrossentropy: "softmax",
+    _losses.CategoricalCrossentropy: "softmax",
+    _losses.BinaryCrossentropy: "sigmoid",
+}
 _NEUTRAL = {"axis": -1, "ignore_class": None}
+
+
+def _kind(loss: Any) -> type:
+    """Returns the class of a loss, or of the loss that a function of Keras computes."""
+    return next((kind for kind, function in _FUNCTIONS.items() if loss is function), type(loss))
 
 
 def is_squared_error(loss: Any) -> bool:
     """Whether it is Keras' mean squared error."""
-    return loss is _losses.mean_squared_error or type(loss) is _losses.MeanSquaredError
+    return _kind(loss) is _losses.MeanSquaredError
 
 
-def known_loss(loss: Any, activation: str, outputs: int, y: Any) -> HeadLoss:
-    """What the table says of a loss, and the targets that it is evaluated with.
+def known_loss(losses: RowLosses, activation: str, outputs: int, y: Any) -> HeadLoss:
+    """Returns what is known of a loss, and the targets that it is evaluated with.
 
     Args:
-        loss: An object with ``reduction="none"``, or a function of tf.keras.losses.
-        activation: Of the head: "linear", "softmax", "sigmoid", or another name.
-        outputs: Of the head.
-        y: The targets of all examples.
+        losses: Loss of the user.
+        activation: Activation of the head: "linear", "softmax", "sigmoid", or another name.
+        outputs: Number of outputs of the head.
+        y: Targets of all examples.
 
     Raises:
         UnsupportedRunError: Its constants are not known, or do not hold for a target; the text says
             why.
     """
-    if type(loss) in ENVELOPES:
-        return _envelope(loss, activation, outputs, y)
-    row = next((r for r in _TABLE if loss is r.function or type(loss) is r.kind), None)
-    if row is None:
-        known = ", ".join(row.kind.__name__ for row in _TABLE)
-        name = getattr(loss, "__name__", type(loss).__name__)
-        raise refusal(
-            f'loss_geometry="auto" knows the envelope losses of this package, and {known} of '
-            f"Keras, got {name}. {DECLARE}"
-        )
-    options = {} if loss is row.function else keras_api.options_of(loss)
-    name = row.kind.__name__
-    for option, neutral in _NEUTRAL.items():
-        if options.get(option, neutral) != neutral:
-            raise refusal(
-                f'loss_geometry="auto" needs {option} = {neutral} in {name}, got '
-                f"{options[option]!r}. {DECLARE}"
-            )
-    logits = options.get("from_logits", False)
-    _check_activation(activation, row.activation if row.activation and not logits else "", name)
-    evaluate, slope = row.evaluate, row.slope
-    if evaluate is _huber:
-        delta = options.get("delta", 1.0)
-        if not isinstance(delta, int | float) or not 0 < delta < math.inf:
-            raise refusal(
-                f'loss_geometry="auto" needs a number delta > 0, got {delta!r}. {DECLARE}'
-            )
-        evaluate, slope = _huber(float(delta)), float(delta)
-    is_sparse = row.kind is _losses.SparseCategoricalCrossentropy
-    targets = one_hot(y, outputs) if is_sparse else numbers(y, outputs)
-    _check_targets(targets, row.is_target, row.wanted)
-    smoothing = options.get("label_smoothing", 0.0)
-    if not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
-        raise refusal(
-            f"Expected a number label_smoothing between 0 and 1, got {smoothing!r}: smoothed "
-            "targets are no probabilities then."
-        )
-    classes = outputs if row.activation == "softmax" else 2
+    loss = losses.keras_loss
+    kind = _kind(loss)
+    if kind in ENVELOPES:
+        return _envelope(losses, activation, outputs, y)
+    known = _linear_loss(loss, kind, activation, outputs)
+    is_sparse = kind is _losses.SparseCategoricalCrossentropy
+    targets = labels(y, outputs) if is_sparse else numbers(y, outputs)
+    if not is_sparse:
+        _check_targets(targets, known.is_target, known.wanted)
+
+    def evaluate(targets: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        values = losses(targets, tf.keras.activations.get(activation)(predictions))
+        rows = tf.one_hot(targets, outputs) if is_sparse else targets
+        return values, known.slopes(predictions, tf.cast(rows, predictions.dtype))
+
     return HeadLoss(
-        name=getattr(loss, "__name__", name),
+        name=getattr(loss, "__name__", kind.__name__),
         evaluate=evaluate,
-        geometry=row.geometry(outputs, slope),
-        targets=_constant(
-            targets * (1 - smoothing) + smoothing / classes if smoothing else targets
-        ),
+        geometry=known.geometry,
+        targets=_constant(targets),
     )
 
 
-def _envelope(loss: Any, activation: str, outputs: int, y: Any) -> HeadLoss:
-    """The row of an envelope loss, which says itself what is known of it."""
+def _envelope(losses: RowLosses, activation: str, outputs: int, y: Any) -> HeadLoss:
+    """Returns what an envelope loss, which finds values and slopes together, says of itself."""
+    loss = losses.keras_loss
     name = type(loss).__name__
-    _check_activation(activation, "", name)
+    _check_activation(activation, "linear", name)
     if outputs != 1 and isinstance(loss, OF_ONE_OUTPUT):
         raise refusal(f"Expected one output for {name}, got {outputs}. Use Dense(1).")
-    is_sparse = name == "EnvelopeSparseCategoricalCrossentropy"
-    targets = one_hot(y, outputs) if is_sparse else numbers(y, outputs)
+    is_sparse = isinstance(loss, EnvelopeSparseCategoricalCrossentropy)
+    targets = labels(y, outputs) if is_sparse else numbers(y, outputs)
+    values = losses(targets, tf.zeros([len(targets), outputs]))
+    _check_targets(targets, lambda _: np.isfinite(values), f"what {name} is made for")
 
     def evaluate(targets: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        known = tf.cast(predictions, tf.float64)
-        values, slopes = loss.of_numbers(known, tf.cast(targets, tf.float64))
-        return tf.cast(values, predictions.dtype), tf.cast(slopes, predictions.dtype)
+        values, (slopes,) = losses.with_slopes(targets, (predictions,), tf.identity)
+        return values, slopes
 
-    values, _ = evaluate(tf.constant(targets), tf.zeros(targets.shape, tf.float64))
-    _check_targets(targets, lambda _: np.isfinite(values.numpy()), f"what {name} is made for")
     return HeadLoss(
         name=name, evaluate=evaluate, geometry=loss.geometry, targets=_constant(targets)
     )
 
 
 def _constant(targets: np.ndarray) -> tf.Tensor:
-    return tf.constant(targets, tf.keras.backend.floatx())
+    is_label = targets.dtype == np.int64
+    return tf.constant(targets, tf.int64 if is_label else tf.keras.backend.floatx())
 
 
-def _check_activation(activation: str, undone: str, name: str) -> None:
-    if activation == (undone or "linear"):
+def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> LinearLoss:
+    """Returns slopes, constants and targets of a loss of Keras.
+
+    Raises:
+        UnsupportedRunError: They are not known.
+    """
+    name = kind.__name__
+    if kind not in _FUNCTIONS:
+        known = ", ".join(kind.__name__ for kind in _FUNCTIONS)
+        raise refusal(
+            f'loss_geometry="auto" knows the envelope losses of this package, and {known} of '
+            f"Keras, got {getattr(loss, '__name__', name)}. {DECLARE}"
+        )
+    options = keras_api.options_of(loss) if isinstance(loss, kind) else {}
+    for option, neutral in _NEUTRAL.items():
+        if options.get(option, neutral) != neutral:
+            raise refusal(
+                f'loss_geometry="auto" needs {option} = {neutral} in {name}, got '
+                f"{options[option]!r}. {DECLARE}"
+            )
+    undone = "linear" if options.get("from_logits") else _ACTIVATIONS.get(kind, "linear")
+    _check_activation(activation, undone, name)
+    smoothing = options.get("label_smoothing", 0.0)
+    if not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
+        raise refusal(
+            f"Expected a number label_smoothing between 0 and 1, got {smoothing!r}: smoothed "
+            "targets are no probabilities then."
+        )
+    if _ACTIVATIONS.get(kind) == "softmax":
+        return linear.softmax(TENSORFLOW, outputs, smoothing=smoothing)
+    if kind is _losses.BinaryCrossentropy:
+        return linear.logistic(TENSORFLOW, outputs, smoothing=smoothing)
+    if kind is _losses.LogCosh:
+        return linear.log_cosh(TENSORFLOW, outputs)
+    if kind is _losses.MeanSquaredError:
+        return linear.residual(TENSORFLOW, outputs, scale=2.0)
+    delta = options.get("delta", 1.0)
+    if not isinstance(delta, int | float) or not 0 < delta < math.inf:
+        raise refusal(f'loss_geometry="auto" needs a number delta > 0, got {delta!r}. {DECLARE}')
+    return linear.residual(TENSORFLOW, outputs, width=float(delta))
+
+
+def _check_activation(activation: str, expected: str, name: str) -> None:
+    if activation == expected:
         return
     raise refusal(
-        f'loss_geometry="auto" needs a last layer with activation {undone or "linear"!r} for '
+        f'loss_geometry="auto" needs a last layer with activation {expected!r} for '
         f"{name}, got {activation!r}: the loss has unknown constants then. Use Dense(...) without "
         f"activation, and from_logits=True where the loss has it. {DECLARE}"
     )
 
 
-def one_hot(y: Any, classes: int) -> np.ndarray:
-    """Labels as rows with one 1, float64.
+def labels(y: Any, classes: int) -> np.ndarray:
+    """Returns labels as integers, shape (examples,).
 
     Raises:
         UnsupportedRunError: They are not labels of so many classes.
@@ -377,11 +302,11 @@ def one_hot(y: Any, classes: int) -> np.ndarray:
     if labels.shape[1] != 1 or not fits.all():
         bad = labels[~fits.all(axis=1)][:1].tolist() or f"rows of {labels.shape[1]}"
         raise refusal(f"Expected labels from 0 to {classes - 1} as targets, got {bad}.")
-    return np.eye(classes)[labels[:, 0].astype(int)]
+    return labels[:, 0].astype(np.int64)
 
 
 def numbers(y: Any, outputs: int) -> np.ndarray:
-    """Targets with one number for each output, float64; never broadcast.
+    """Returns targets with one number for each output, float64; never broadcast.
 
     Raises:
         UnsupportedRunError: There are more or fewer.
@@ -398,11 +323,14 @@ def numbers(y: Any, outputs: int) -> np.ndarray:
 
 
 def _check_targets(
-    targets: np.ndarray, is_target: Callable[[np.ndarray], np.ndarray], wanted: str
+    targets: np.ndarray, is_target: Callable[[np.ndarray], Any] | None, wanted: str
 ) -> None:
-    bad = np.flatnonzero(~is_target(targets))
-    if len(bad):
+    fits = np.isfinite(targets.reshape(len(targets), -1)).all(axis=1)
+    if is_target is not None:
+        fits &= is_target(targets)
+    if not fits.all():
+        bad = int(np.argmin(fits))
         raise refusal(
-            f"Expected {wanted} as targets, got {targets[bad[0]].tolist()} for example {bad[0]} of "
-            "the data set: the constants of the loss do not hold for it."
+            f"Expected {wanted} as targets, got {targets[bad].tolist()} for example {bad} of the "
+            "data set: the constants of the loss do not hold for it."
         )

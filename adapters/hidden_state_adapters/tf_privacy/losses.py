@@ -24,6 +24,7 @@ import tensorflow as tf
 from hidden_state_accountants import LossGeometry, validate
 from hidden_state_accountants.losses import envelope, scalar
 from hidden_state_accountants.losses.arrays import Arrays
+from hidden_state_accountants.losses.linear import PROBABILITY_SLACK
 from hidden_state_accountants.losses.softmax import (
     NEWTON_STEPS,
     RESCUE_STEPS,
@@ -33,18 +34,20 @@ from hidden_state_accountants.losses.softmax import (
 )
 from hidden_state_adapters.tf_privacy import keras_api
 
-_PROBABILITY_SLACK = 1e-5  # rounding of a sum of probabilities
-
-_TENSORFLOW = Arrays(
+TENSORFLOW = Arrays(
     exp=tf.exp,
     log=tf.math.log,
     sqrt=tf.sqrt,
     abs=tf.abs,
+    sigmoid=tf.sigmoid,
+    tanh=tf.tanh,
     where=tf.where,
     maximum=tf.maximum,
     minimum=tf.minimum,
     total=lambda array: tf.reduce_sum(array, axis=0),
     largest=lambda array: tf.reduce_max(array, axis=0),
+    softmax=tf.nn.softmax,
+    like=lambda numbers, array: tf.constant(numbers, array.dtype),
     when=lambda holds, function, array: function(),
 )
 
@@ -94,10 +97,6 @@ class EnvelopeLoss(tf.keras.losses.Loss):
     def _more(self) -> dict[str, Any]:
         """Other arguments."""
         return {}
-
-    def of_numbers(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        """Values, shape (rows,), and gradients of predictions and targets of one shape, float64."""
-        return self._evaluate(predictions, targets)
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """The losses of a batch, shape (examples,)."""
@@ -162,17 +161,13 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
         targets = _reshaped(tf.cast(targets, tf.float64), logits)
         sums = tf.reduce_sum(targets, axis=1, keepdims=True)
         is_fine = tf.reduce_all(targets >= 0, axis=1, keepdims=True)
-        is_fine = is_fine & (tf.abs(sums - 1) <= _PROBABILITY_SLACK)
+        is_fine = is_fine & (tf.abs(sums - 1) <= PROBABILITY_SLACK)
         return tf.where(is_fine, targets / sums, math.nan)
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
 class EnvelopeSparseCategoricalCrossentropy(EnvelopeCategoricalCrossentropy):
     """`EnvelopeCategoricalCrossentropy` called with classes, shape (examples,) or (examples, 1)."""
-
-    def of_numbers(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        """As of every envelope, with one-hot rows."""
-        return _of_logits(self, predictions, super()._probabilities(predictions, targets))
 
     def _probabilities(self, logits: Any, targets: Any) -> Any:
         if targets.shape.rank == 2 and targets.shape[1] == 1:
@@ -202,7 +197,7 @@ def _softmax_envelope(
     z, t = (
         tf.transpose(tf.ensure_shape(rows, [None, classes])) for rows in (logits, probabilities)
     )
-    problem = SoftmaxEnvelope.of(_TENSORFLOW, z, t, clip_norm, smoothing)
+    problem = SoftmaxEnvelope.of(TENSORFLOW, z, t, clip_norm, smoothing)
     point = _solve(problem)
     return problem.value(point), tf.transpose(problem.gradient(point))
 
@@ -344,7 +339,7 @@ class EnvelopeSquaredError(EnvelopeLoss):
             tf.transpose(a if a.shape.rank == 2 else a[:, None]) for a in (predictions, targets)
         )
         values, gradients = scalar.squared_error(
-            _TENSORFLOW, z, t, self.clip_norm, self.smoothing, self.scale
+            TENSORFLOW, z, t, self.clip_norm, self.smoothing, self.scale
         )
         return values, tf.reshape(tf.transpose(gradients), tf.shape(predictions))
 
@@ -373,7 +368,7 @@ def _of_one_output(
     targets = _reshaped(tf.cast(targets, tf.float64), predictions)
     targets = tf.where(is_target(targets), targets, math.nan)
     values, gradients = loss(
-        _TENSORFLOW, predictions, targets, settings.clip_norm, settings.smoothing
+        TENSORFLOW, predictions, targets, settings.clip_norm, settings.smoothing
     )
     return tf.reshape(values, [-1]), gradients
 

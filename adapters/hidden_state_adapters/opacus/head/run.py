@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
 import math
@@ -271,7 +270,7 @@ class KnownHeadRun(HeadRun):
         **options: Any,
     ):
         super().__init__(module, head, frozen, **options)
-        self._known = copy.deepcopy(known)  # what a loop sets later changes nothing
+        self._known = known
         self._targets = targets
         self._target: torch.Tensor | None = None
         self._warns = True  # of a loop whose loss has a further term

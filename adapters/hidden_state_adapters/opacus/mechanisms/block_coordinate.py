@@ -19,7 +19,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.runs.run import BlockCoordinateRun, Step
-from hidden_state_adapters.opacus.geometry import check_convexity
+from hidden_state_adapters.opacus.criteria import check_convexity
 from hidden_state_adapters.opacus.gradients.norms import check_clip_norms, clip_factors
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import Mechanism, MechanismOptions, move_by_sgd

@@ -8,7 +8,7 @@ from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import LastIterateDpEvent, UnsupportedRunError
 from hidden_state_accountants.runs.run import Step
-from hidden_state_adapters.opacus.geometry import check_convexity
+from hidden_state_adapters.opacus.criteria import check_convexity
 from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
 from hidden_state_adapters.opacus.gradients.piece import Piece
 from hidden_state_adapters.opacus.mechanism import ClippedSum, move_by_sgd

@@ -20,8 +20,8 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.opacus import geometry
-from hidden_state_adapters.opacus.criteria import KnownCriterion, known_criterion
+from hidden_state_adapters.opacus import criteria
+from hidden_state_adapters.opacus.criteria import KnownCriterion
 from hidden_state_adapters.opacus.data.order import plan_batches
 from hidden_state_adapters.opacus.gradients.noise import check_noise_source
 from hidden_state_adapters.opacus.gradients.precision import is_half
@@ -95,10 +95,10 @@ class DeclaredRun:
     @property
     def known_criterion(self) -> KnownCriterion | None:
         """The criterion that the constants of the loss were taken from."""
-        arguments = self.arguments
-        if arguments.loss_geometry != "auto":
+        if self.arguments.loss_geometry != "auto":
             return None
-        return known_criterion(arguments.criterion)
+        assert self.head is not None
+        return KnownCriterion.of(self.arguments.criterion, self.head.out_features)
 
     def fields(self, noise_multiplier: float) -> dict[str, Any]:
         """What has to be the same where a run goes on, beside what its recorder compares.
@@ -270,7 +270,7 @@ def is_shared(arguments: RunArguments) -> bool:
     """
     module = _without_gradients(arguments.module)
     if isinstance(module, DistributedDataParallel):
-        if arguments.is_ghost and geometry.find_linear_head(module.module) is None:
+        if arguments.is_ghost and criteria.find_linear_head(module.module) is None:
             raise UnsupportedRunError(
                 'Expected grad_sample_mode = "hooks" with DistributedDataParallel, got "ghost": '
                 "DistributedDataParallel would add up the gradients of both backward passes. Use "
@@ -289,16 +289,16 @@ def resolve_loss(
     """The loss geometry of the run and the linear layer whose inputs are to be measured."""
     loss_geometry, criterion = arguments.loss_geometry, arguments.criterion
     feature_norm, reduction = arguments.feature_norm, arguments.loss_reduction
-    head = geometry.find_linear_head(module)
+    head = criteria.find_linear_head(module)
     if loss_geometry == "auto":
-        return geometry.auto_loss_geometry(module, criterion, feature_norm, reduction), head
+        return criteria.auto_loss_geometry(module, criterion, feature_norm, reduction), head
     if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
         raise TypeError(
             f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {loss_geometry!r}.'
         )
     if getattr(criterion, "reduction", None) != "none" or arguments.is_ghost:
-        geometry.check_reduction(criterion, reduction)
-    geometry.refuse_weights_of_the_batch(criterion)
+        criteria.check_reduction(criterion, reduction)
+    criteria.refuse_weights_of_the_batch(criterion)
     if feature_norm is None:
         curvature = None if loss_geometry is None else loss_geometry.curvature
         if curvature is not None and head is not None:
