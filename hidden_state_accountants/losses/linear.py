@@ -106,12 +106,14 @@ def logistic(
         return (1 - t + up) * xp.sigmoid(z) - up
 
     factors = (np.ones(outputs) if weights is None else weights) / (outputs if mean else 1)
+    largest = factors if positive is None else factors * np.maximum(positive, 1.0)
+
+    def geometry(feature_norm: float, bias: bool) -> LossGeometry:
+        return _sum(LossGeometry.logistic(feature_norm, bias), largest)
+
     return LinearLoss(
         slopes=_times(xp, factors, slope),
-        geometry=_sum(
-            factors if positive is None else factors * np.maximum(positive, 1.0),
-            LossGeometry.logistic,
-        ),
+        geometry=geometry,
         is_target=lambda t: ((t >= 0) & (t <= 1)).all(axis=1),
         wanted="probabilities",
     )
@@ -132,27 +134,32 @@ def residual(
         scale: Second derivative at small residuals.
         width: Residual from which on the loss is linear.
     """
-    factors = np.full(outputs, scale / (outputs if mean else 1))
-    if width == math.inf:
-        return LinearLoss(
-            slopes=_times(xp, factors, lambda z, t: z - t),
-            geometry=lambda norm, bias: LossGeometry.squared_error(
-                norm, bias, scale=float(factors[0])
-            ),
-        )
-    return LinearLoss(
-        slopes=_times(xp, factors, lambda z, t: xp.minimum(xp.maximum(z - t, -width), width)),
-        geometry=_sum(factors, lambda norm, bias: LossGeometry.huber(norm, width, bias)),
-    )
+    share = scale / (outputs if mean else 1)
+    factors = np.full(outputs, share)
+
+    def slope(z: Array, t: Array) -> Array:
+        gap = z - t
+        return gap if width == math.inf else xp.minimum(xp.maximum(gap, -width), width)
+
+    def geometry(feature_norm: float, bias: bool) -> LossGeometry:
+        if width == math.inf:
+            return LossGeometry.squared_error(feature_norm, bias, scale=share)
+        return _sum(LossGeometry.huber(feature_norm, width, bias), factors)
+
+    return LinearLoss(slopes=_times(xp, factors, slope), geometry=geometry)
 
 
 def log_cosh(xp: Arrays, outputs: int) -> LinearLoss:
     """Returns the mean over the outputs of log cosh(z - t), with the constants of Huber's loss."""
     factors = np.full(outputs, 1 / outputs)
-    return LinearLoss(
-        slopes=_times(xp, factors, lambda z, t: xp.tanh(z - t)),
-        geometry=_sum(factors, lambda norm, bias: LossGeometry.huber(norm, 1.0, bias)),
-    )
+
+    def slope(z: Array, t: Array) -> Array:
+        return xp.tanh(z - t)
+
+    def geometry(feature_norm: float, bias: bool) -> LossGeometry:
+        return _sum(LossGeometry.huber(feature_norm, 1.0, bias), factors)
+
+    return LinearLoss(slopes=_times(xp, factors, slope), geometry=geometry)
 
 
 BY_NAME: dict[str, Callable[[Arrays, int], LinearLoss]] = {
@@ -166,19 +173,20 @@ BY_NAME: dict[str, Callable[[Arrays, int], LinearLoss]] = {
 def _times(xp: Arrays, factors: np.ndarray, slope: Slopes) -> Slopes:
     """Returns the slopes of a sum over the outputs of factors times a loss of one output."""
     first = float(factors[0])
-    if (factors != first).any():
-        return lambda z, t: xp.like(factors, z) * slope(z, t)
-    return slope if first == 1 else lambda z, t: first * slope(z, t)
+    is_even = bool((factors == first).all())
+
+    def slopes(z: Array, t: Array) -> Array:
+        found = slope(z, t)
+        if is_even:
+            return found if first == 1 else first * found
+        return xp.like(factors, z) * found
+
+    return slopes
 
 
-def _sum(factors: np.ndarray, of_one: Geometry) -> Geometry:
+def _sum(one: LossGeometry, factors: np.ndarray) -> LossGeometry:
     """Returns the constants of a sum over the outputs of factors times a loss of one output."""
-
-    def geometry(feature_norm: float, bias: bool) -> LossGeometry:
-        one = of_one(feature_norm, bias)
-        assert one.lipschitz is not None
-        kind = LossGeometry.generalized_linear if len(factors) == 1 else LossGeometry.convex
-        length = float(np.linalg.norm(factors))
-        return kind(float(factors.max()) * one.smoothness, length * one.lipschitz)
-
-    return geometry
+    assert one.lipschitz is not None
+    kind = LossGeometry.generalized_linear if len(factors) == 1 else LossGeometry.convex
+    length = float(np.linalg.norm(factors))
+    return kind(float(factors.max()) * one.smoothness, length * one.lipschitz)

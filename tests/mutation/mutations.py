@@ -1438,8 +1438,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "largest = 1.0",
             ),
             "weights_of_positive_labels_do_not_count": (
-                "factors if positive is None else factors * np.maximum(positive, 1.0),",
-                "factors,",
+                "largest = factors if positive is None else factors * np.maximum(positive, 1.0)",
+                "largest = factors",
             ),
             "labels_may_be_any_numbers": (
                 "is_target=lambda t: ((t >= 0) & (t <= 1)).all(axis=1),",

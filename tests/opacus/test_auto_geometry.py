@@ -30,6 +30,8 @@ ENVELOPE = {"clip_norm": 0.3, "smoothing": 2.0}
         (nn.MSELoss(), 1, lambda norm, bias: LossGeometry.squared_error(norm, bias, scale=2.0)),
         (nn.MSELoss(), 4, lambda norm, bias: LossGeometry.squared_error(norm, bias, scale=0.5)),
         (nn.HuberLoss(delta=0.3), 1, lambda norm, bias: LossGeometry.huber(norm, 0.3, bias)),
+        (nn.SmoothL1Loss(beta=0.5), 1,
+         lambda _, bias: LossGeometry.generalized_linear(2 * (2.25 + bias), (2.25 + bias) ** 0.5)),
         (EnvelopeCrossEntropyLoss(**ENVELOPE), 3,
          functools.partial(LossGeometry.envelope_softmax_cross_entropy, **ENVELOPE)),
         (EnvelopeBCEWithLogitsLoss(**ENVELOPE), 1,
@@ -46,13 +48,6 @@ def test_known_criteria(criterion, outputs, expected, bias):
         nn.Sequential(nn.Flatten(), nn.Sequential(nn.Linear(4, outputs, bias=bias)), nn.Identity()),
     ):
         assert auto_loss_geometry(model, criterion, 1.5) == expected(1.5, bias)
-
-
-def test_smooth_l1():
-    loss = auto_loss_geometry(nn.Linear(4, 1, bias=False), nn.SmoothL1Loss(beta=0.5), 2.0)
-    assert loss == LossGeometry.generalized_linear(8.0, 2.0)
-    with pytest.raises(hsa.UnsupportedRunError, match="beta > 0"):
-        auto_loss_geometry(LINEAR, nn.SmoothL1Loss(beta=0.0), 1.0)
 
 
 TARGETS = {
@@ -164,6 +159,7 @@ def half_frozen():
         (nn.Conv1d(4, 3, 1), nn.CrossEntropyLoss(), 1.0, "got trainable Conv1d"),
         (nn.Linear(4, 3).requires_grad_(False), nn.CrossEntropyLoss(), 1.0, "got trainable -"),
         (hooked(), nn.CrossEntropyLoss(), 1.0, "a forward hook on Linear"),
+        (LINEAR, nn.SmoothL1Loss(beta=0.0), 1.0, "beta > 0"),
         (MANY, EnvelopeHingeLoss(**ENVELOPE), 1.0, "needs one output for EnvelopeHingeLoss"),
         (half_frozen(), nn.CrossEntropyLoss(), 1.0, "frozen parameters"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.CrossEntropyLoss(), 1.0,
