@@ -250,6 +250,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         "opacus/test_packed_sequences.py": {
             "packed_sequences_of_a_stock_engine_pass": ("    refuse_packed_sequences(module)", ""),
         },
+        "opacus/test_stock.py::test_a_layer_with_one_gradient_for_all_records": {
+            "rows_of_one_layer_are_those_of_all": (
+                "        rows = rows_of(params, None)\n",
+                '        rows = rows_of({"": optimizer.params[0]}, None)\n',
+            ),
+        },
         "opacus/test_stock_noise.py::test_a_seed_tells_nothing": {
             "noise_of_a_stock_engine_comes_from_the_default_generator": (
                 "if optimizer is not None and optimizer.generator is None:",

@@ -212,6 +212,20 @@ def test_another_declaration_before_the_first_step_replaces():
     assert len(loop.accountant.recorders) == 1
 
 
+@pytest.mark.parametrize("is_declared", [True, False])
+def test_momentum_that_a_scheduler_sets_later(is_declared):
+    """Without a loss every step counts, whatever moves the parameters."""
+    loop = make("cyclic", declared=DECLARED if is_declared else {})
+    loop.epoch()
+    loop.optimizer.param_groups[0]["momentum"] = 0.9
+    if is_declared:
+        with pytest.raises(hsa.UnsupportedRunError, match="step 7 changed the optimizer: Expected"):
+            loop.epoch()
+    else:
+        loop.epoch()
+        assert loop.epsilon == epsilon(event(loss=None, num_steps=12))
+
+
 def test_a_hook_by_hand_says_nothing_of_its_loader():
     loop, accountant = make("poisson"), HiddenStateAccountant()
     loop.optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(BATCH / RECORDS))
@@ -512,3 +526,27 @@ def test_embeddings_that_shorten_their_rows(wrap_model):
             optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
             wrap_model=wrap_model,
         )
+
+
+class Positions(nn.Module):
+    """As in GPT-2 and BERT: the input of the second embedding has one row."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(9, 3), nn.Embedding(FEATURES, 3)
+
+    def forward(self, records):
+        words = self.words((3 * records).long().clamp(0, 8))
+        return (words + self.positions(torch.arange(FEATURES)[None])).mean(1)
+
+
+@pytest.mark.parametrize("kind", ["cyclic", "poisson"])
+def test_a_layer_with_one_gradient_for_all_records(kind):
+    """Clipped by itself one record may turn it around: 4.377 was reported, up to 9.99 true."""
+    model = Positions()
+    loop = make(
+        kind, module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        declared={} if kind == "cyclic" else None, clipping="per_layer", max_grad_norm=[0.1, 5.0],
+    )  # fmt: skip
+    with pytest.raises(hsa.UnsupportedRunError, match=r"a gradient of parameter 1 .* whole batch"):
+        loop.epoch()

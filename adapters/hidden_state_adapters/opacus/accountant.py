@@ -52,6 +52,7 @@ from hidden_state_adapters.opacus.stock import (
     StockDeclaration,
     StockRun,
     check_noise,
+    count_rows,
 )
 from hidden_state_adapters.public_numbers import warn_of_delta
 
@@ -135,8 +136,8 @@ class HiddenStateAccountant(IAccountant):
             criterion: The loss of the training loop, of the whole output of a linear head.
             feature_norm: Bound on the norm of every record at the linear layer, declared by you.
             loss_geometry: A LossGeometry, instead of a criterion. Neither gives composition.
-            projection_radius: Of the ball around 0 on which you project ALL parameters together
-                after every step.
+            projection_radius: Radius of the ball around 0 on which you project ALL parameters
+                together after every step.
             batch_order: Compared with what is read. "shuffled_once" says of a fixed order that it
                 was drawn uniformly and nobody ever learns it.
             dataset_size: Compared with what is read: n.
@@ -342,7 +343,10 @@ class HiddenStateAccountant(IAccountant):
                 check_noise(optimizer)
             _check_finite(optimizer, step)
             if made.run is None:
-                rate = made.sample_rate * optimizer.accumulated_iterations
+                batches = optimizer.accumulated_iterations
+                if batches == 1:
+                    count_rows(optimizer, step)
+                rate = made.sample_rate * batches
                 self._add_row(optimizer.noise_multiplier, rate)
                 self._lineage.undeclared += 1
             else:

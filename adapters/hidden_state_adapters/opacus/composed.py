@@ -101,7 +101,7 @@ class Composition(ClippedSum):
 
     @property
     def update_rule(self) -> str:
-        """What moves the parameters, and how the gradients are clipped, in a few words."""
+        """The optimizer that moves the parameters, and another clip than the flat one."""
         return (self._other_rule or rule_of(self.base)) + self._clipped
 
     @property
@@ -116,7 +116,7 @@ class Composition(ClippedSum):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Where the clip does not follow it, the clip norm that the noise is made from, too."""
+        """Those of all mechanisms; where Opacus clips, the clip norm of the noise, too."""
         fixed = {"max_grad_norm": self.optimizer.max_grad_norm} if self._accumulate else {}
         return {**super().settings, **fixed}
 
@@ -154,7 +154,7 @@ class Composition(ClippedSum):
         move_by_any_rule(self.base)
 
     def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
-        """What is recorded: of plain SGD what it does, of others that they move."""
+        """The record of a step: of plain SGD with its rate and decay, of any other rule without."""
         try:
             values = update_of(self.optimizer, self.declared.plan.batch_size)
         except UnsupportedUpdateError:
@@ -182,8 +182,8 @@ class ComposedOptimizer(PrivateOptimizer):
 
     Args:
         optimizer: Any optimizer that sees nothing of the records but the noisy gradients.
-        run: See `PrivateOptimizer`.
-        **kwargs: Of DPOptimizer.
+        run: Run of the engine, as for `PrivateOptimizer`.
+        **kwargs: Arguments of DPOptimizer.
 
     Raises:
         UnsupportedRunError: From `step`, when the run is not the declared one; the text says which

@@ -140,12 +140,6 @@ class Mechanism:
     # Its part of a step
 
     @property
-    def scale(self) -> int:
-        """The factor of a learning rate: events divide by b, a "sum" optimizer does not."""
-        divisor = self.optimizer.expected_batch_size
-        return 1 if self.optimizer.loss_reduction == "mean" else int(divisor)  # type: ignore[arg-type]
-
-    @property
     def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
         """The parameters that are moved together; the gradients of each are taken anew."""
         return [self.params]

@@ -45,8 +45,8 @@ class PrivateOptimizer(DPOptimizer):
 
     Args:
         optimizer: The optimizer that moves the parameters.
-        run: See above.
-        noise_multiplier: As for DPOptimizer, as all arguments up to `secure_mode`.
+        run: Run of the engine.
+        noise_multiplier: Noise multiplier; this and the rest are arguments of DPOptimizer.
         max_grad_norm: Clip norm.
         expected_batch_size: The divisor.
         loss_reduction: "mean" or "sum".

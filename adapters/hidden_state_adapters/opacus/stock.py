@@ -46,6 +46,7 @@ from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
 from hidden_state_adapters.opacus.gradients.noise import OwnGenerator, check_noise_source
 from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
 from hidden_state_adapters.opacus.gradients.precision import check_precision
+from hidden_state_adapters.opacus.gradients.samples import rows_of
 from hidden_state_adapters.opacus.run.group import num_processes
 from hidden_state_adapters.opacus.run.registry import AccountedRun, declared_by
 from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, update_of
@@ -86,9 +87,9 @@ def on_trust(order: BatchOrder, loss: str = "the loss", radius: float | None = N
     """All that the accountant of a stock engine takes on the user's word.
 
     Args:
-        order: Of the batches.
-        loss: What the loop computes of every record.
-        radius: Of the ball around 0 on which the user projects, or None.
+        order: Order of the batches.
+        loss: Name of the loss that the loop computes of every record.
+        radius: Radius of the ball around 0 on which the user projects, or None.
     """
     outside = ""
     if radius is not None:
@@ -107,7 +108,7 @@ ON_TRUST = on_trust(BatchOrder.POISSON)
 
 
 def coins_of(batch_sampler: Any) -> list[Assumption]:
-    """What is listed of a sampler of Poisson batches that draws with a generator of ours."""
+    """Lists the generator of a sampler of Poisson batches, if it is ours."""
     is_own = isinstance(getattr(batch_sampler, "generator", None), OwnGenerator)
     return [OWN_COINS] if is_own else []
 
@@ -184,18 +185,18 @@ class StockDeclaration:
 
 
 class StockRun(AccountedRun):
-    """What the loader of a stock engine deals, and the record of its steps.
+    """The declared run of a stock engine: the batches of its loader, and the record of its steps.
 
     If the optimizer is one that no last-iterate theorem covers (momentum, Adam, clipping per
     layer, ghost clipping), the run is recorded without a loss geometry, so that only composition
     applies; a log line says so.
 
     Args:
-        declared: What cannot be read, and what is compared with what is read.
-        data_loader: What make_private returned.
-        module: Likewise.
-        optimizer: Likewise.
-        relation: Of the guarantee.
+        declared: Arguments of `declare_run`.
+        data_loader: Loader that make_private returned.
+        module: Model that it returned.
+        optimizer: Optimizer that it returned.
+        relation: Neighbouring relation of the guarantee.
 
     Raises:
         UnsupportedRunError: The loader cannot be read, deals other batches than were declared, or
@@ -232,15 +233,13 @@ class StockRun(AccountedRun):
         criteria.check_convexity(self._loss, inner, [inner.parameters()])
         loss = "the declared loss" if self._loss is not None else "the loss"
         if declared.criterion is not None:
-            known = criteria.auto_loss_geometry(
+            self._loss = criteria.auto_loss_geometry(
                 inner, declared.criterion, declared.feature_norm, optimizer.loss_reduction
             )
-            self._loss = None if self._update(optimizer)[1] else known
             loss = f"{criteria.as_module(declared.criterion)} on the whole output"
             loss += f", with features of norm at most {declared.feature_norm:g}"
         super().__init__(self._new_recorder())
         self.recorder.check_relation(relation)
-        self._is_composition: bool | None = None
         self.assume(
             Assumption.checked(f"the loader deals {reading.description}"),
             *coins_of(reading.sampler),
@@ -269,7 +268,9 @@ class StockRun(AccountedRun):
                 "at batch 0, or in another order. Use HiddenStatePrivacyEngine, whose loader goes "
                 "on where it was, and whose checkpoints can hold the order."
             )
-        self.recorder, self._is_composition = recorder, is_composition or None
+        self.recorder = recorder
+        if is_composition:
+            self._loss = self._radius = None
         self.assume(*declared_by(state))
 
     def observe(self, optimizer: DPOptimizer) -> None:
@@ -279,25 +280,20 @@ class StockRun(AccountedRun):
             UnsupportedRunError: It is not one of the run.
         """
         step = self.recorder.num_steps + 1
-        rows = _count_rows(optimizer, step)
+        rows = count_rows(optimizer, step)
         if rows is None and self._order is not BatchOrder.POISSON:
             rows = int(self._batches["batch_size"])  # all of the batch, as is the user's word
         update, reason = self._update(optimizer)
-        if self._is_composition is None:
-            self._is_composition = self._becomes_composition(reason)
-        if not self._is_composition:
-            if reason:
-                raise UnsupportedRunError(
-                    f"step {step} changed the optimizer: {reason}. Keep one update rule during a "
-                    "run."
-                )
+        if not reason:
             self._check(optimizer, step)
+        elif self._loss is not None or self._radius is not None:
+            self._become_composition(reason)
         noise, clip_norm = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
         taken = Step(noise_multiplier=noise, clip_norm=clip_norm, rows=rows, **update)
         self.recorder.add_counted(taken, 1)
 
     def _update(self, optimizer: DPOptimizer) -> tuple[dict[str, Any], str]:
-        """What is recorded of an update of plain SGD; or nothing, and why it is another one."""
+        """Rate and decay of plain SGD; or nothing, and the reason why it is another update."""
         if type(optimizer) is not DPOptimizer:
             return {}, f"Expected DPOptimizer, got {type(optimizer).__name__}"
         try:
@@ -319,19 +315,20 @@ class StockRun(AccountedRun):
                 f"{_USE_ENGINE}"
             )
 
-    def _becomes_composition(self, reason: str) -> bool:
-        """Decides at the first step seen here, which may follow restored ones."""
-        has_steps = self.recorder.num_steps > 0
-        if not reason or (has_steps and self._loss is not None):
-            return False
-        if not has_steps:
-            self.recorder = RunRecorder(**self._batches)
+    def _become_composition(self, reason: str) -> None:
+        """Gives up what no theorem uses of another optimizer; before the first step only."""
+        if self.recorder.num_steps:
+            raise UnsupportedRunError(
+                f"step {self.recorder.num_steps + 1} changed the optimizer: {reason}. Keep one "
+                "update rule during a run."
+            )
+        self._loss = self._radius = None
+        self.recorder = self._new_recorder()
         _logger.info(
             "No last-iterate theorem here covers this optimizer (%s), so epsilon is that of "
             "composition.",
             reason,
         )
-        return True
 
 
 def check_processes(data_loader: Any, count: int) -> None:
@@ -355,23 +352,21 @@ def check_processes(data_loader: Any, count: int) -> None:
     )
 
 
-def _count_rows(optimizer: DPOptimizer, step: int) -> int | None:
+def count_rows(optimizer: DPOptimizer, step: int) -> int | None:
     """The rows of the batch; None if ghost clipping or BatchMemoryManager hides them.
 
     Raises:
-        UnsupportedRunError: The gradients of several batches were accumulated.
+        UnsupportedRunError: The gradients of several batches were accumulated, or a parameter has
+            one gradient for all records: clipped by itself, one record may turn it around.
     """
-    if isinstance(optimizer, DPOptimizerFastGradientClipping) or optimizer._is_last_step_skipped:
+    if isinstance(optimizer, DPOptimizerFastGradientClipping):
         return None
-    if optimizer.accumulated_iterations > 1:
-        raise UnsupportedRunError(
-            f"step {step}: got the gradients of {optimizer.accumulated_iterations} batches, "
-            "expected 1: a record may be in several of the batches, and counts once for each. Call "
-            "optimizer.zero_grad() after every step and backward() once per batch. For batches "
-            "that do not fit into memory raise the batch_size of the DataLoader and let "
-            "opacus.utils.batch_memory_manager.BatchMemoryManager split them."
-        )
-    return max(map(len, optimizer.grad_samples))
+    params = {f"parameter {i}": param for i, param in enumerate(optimizer.params)}
+    try:
+        rows = rows_of(params, None)
+    except UnsupportedRunError as error:
+        raise UnsupportedRunError(f"step {step}: {error}") from None
+    return None if optimizer._is_last_step_skipped else rows
 
 
 def _declared(recorder: RunRecorder) -> Any:
@@ -380,14 +375,14 @@ def _declared(recorder: RunRecorder) -> Any:
 
 @attrs.define(eq=False)
 class MadePrivate:
-    """What `make_private` returned, and who records its steps.
+    """The outcome of one `make_private` of a stock engine, and the run that records its steps.
 
     Attributes:
         sample_rate: Sampling rate as Opacus tells it: 1 / len(data_loader).
-        data_loader: Its loader; None if it could not be found (a hook that was attached by hand).
-        module: Its model, or None likewise.
-        optimizer: Its optimizer, or None likewise.
-        is_calibrated: Whether make_private_with_epsilon found the noise.
+        data_loader: Loader, or None of a step hook that was attached by hand.
+        module: Model, or None as above.
+        optimizer: Optimizer, or None as above.
+        is_calibrated: True if make_private_with_epsilon found the noise.
         run: The declared run, or None.
         num_steps: Number of recorded steps.
     """
@@ -407,7 +402,7 @@ class MadePrivate:
 
     @classmethod
     def by_caller(cls, accountant: Any, sample_rate: float) -> MadePrivate:
-        """What the engine with this accountant is making now.
+        """Reads off what the engine with this accountant is making now.
 
         Opacus hands nothing but the sampling rate to its accountants, so everything else is read
         where make_private has it: in its own variables. Where they are not found (a hook that was
@@ -467,7 +462,7 @@ class MadePrivate:
 
     @property
     def coins(self) -> list[Assumption]:
-        """What is listed if `prepare` gave the sampler its generator."""
+        """Lists the generator of the sampler, if `prepare` put it in."""
         return coins_of(getattr(self.data_loader, "batch_sampler", None))
 
     def check_undeclared(self) -> None:

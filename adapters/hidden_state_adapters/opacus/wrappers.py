@@ -1,4 +1,4 @@
-"""What `make_private` returns in the place of Opacus' own wrappers of a model and a criterion."""
+"""Wrappers of a model and a criterion that `make_private` returns in the place of Opacus' own."""
 
 from __future__ import annotations
 
@@ -145,14 +145,14 @@ def _remedy(module: nn.Module, error: Exception) -> str:
 
 
 class PrivateHooks(_Followed):
-    """Of a model that is not wrapped."""
+    """Hooks of a model that is not wrapped."""
 
 
 class PrivateModule(_Followed, GradSampleModule):
     """A model of which Opacus keeps the gradient of every record."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in Opacus; gradients of the parameters become None."""
+        """Clears gradients as Opacus does; those of the parameters become None."""
         super().zero_grad(set_to_none=True)
         if self.cleared is not None:
             self.cleared()
@@ -181,7 +181,7 @@ def private_module(module: Any, *, grad_sample_mode: str, wrap_model: bool, **op
     Args:
         module: The model, or one that was made private before.
         grad_sample_mode: Opacus' mode.
-        wrap_model: Whether the model is wrapped.
+        wrap_model: False for hooks alone.
         **options: Opacus' options.
 
     Raises:
@@ -227,7 +227,7 @@ class HeadModule(AbstractGradSampleModule):
         return cls(module, **options)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in Opacus; gradients of the parameters become None."""
+        """Clears gradients as Opacus does; those of the parameters become None."""
         super().zero_grad(set_to_none=True)
 
     def remove_hooks(self) -> None:

@@ -71,7 +71,7 @@ class OwnGenerator(torch.Generator):
 
 
 def whose_noise(optimizer: DPOptimizer) -> Assumption:
-    """Whose generator the noise comes from."""
+    """Lists the generator that the noise comes from."""
     if isinstance(optimizer.generator, OwnGenerator):
         return OWN_NOISE
     if optimizer.generator is None:
@@ -87,7 +87,7 @@ def check_noise_source(
     Args:
         params: The trainable parameters.
         generator: What the user passed, or None.
-        is_secure: Whether the generator is torchcsprng's, which serves all devices.
+        is_secure: True for the generator of torchcsprng, which serves all devices.
 
     Raises:
         TypeError: `generator` is no torch.Generator.

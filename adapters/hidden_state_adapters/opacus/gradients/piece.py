@@ -25,7 +25,7 @@ class Gradients(Protocol):
         """Adds the sums of the gradients, each times its weight, to `summed_grad`.
 
         Args:
-            params: Of which.
+            params: Parameters whose gradients are added up.
             weights: Shape (rows,), made from the norms.
             *others: Further weights.
 
@@ -44,8 +44,9 @@ class Piece:
         params: The parameters whose gradients these are: all, or those of one block.
         block: The number of the block, from 0 on; 0 for an optimizer that has one.
         rows: Records.
-        gradients: Theirs; None where Opacus clips and adds them up.
-        known_norms: Their norms before the clip, shape (rows,), as far as they were computed.
+        gradients: Gradients of the records; None where Opacus clips and adds them up.
+        known_norms: Norms of the gradients before the clip, shape (rows,); None until they are
+            computed.
     """
 
     step: int

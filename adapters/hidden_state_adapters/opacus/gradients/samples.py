@@ -26,7 +26,7 @@ NO_GRADIENTS = (
 
 
 class SampleGradients:
-    """Of `GradSampleModule`: one gradient for every record, in at least float32."""
+    """Gradients of every record from Opacus' `GradSampleModule`, in at least float32."""
 
     def norms(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
         """See `piece.Gradients.norms`."""
@@ -36,20 +36,18 @@ class SampleGradients:
         self, params: Sequence[nn.Parameter], weights: torch.Tensor, *others: torch.Tensor
     ) -> list[list[torch.Tensor]]:
         """See `piece.Gradients.add_sums`; uses up the batch."""
-        rests = []
-        for param in params:
-            holder: Any = param
-            _check_processed_flag(holder.grad_sample)
-            sample = _stored(param)
-            with exact_products(sample.device.type):
-                total, *rest = (
-                    _weighted_sum(to_precision(w, sample.dtype).to(sample.device), sample)
-                    for w in (weights, *others)
-                )
-            holder.summed_grad = total if holder.summed_grad is None else holder.summed_grad + total
-            rests.append(rest)
-            _mark_as_processed(holder.grad_sample)
-        return rests
+        with exact_products(weights.device.type):
+            return [self._add_sums(param, weights, *others) for param in params]
+
+    def _add_sums(self, param: Any, *weights: torch.Tensor) -> list[torch.Tensor]:
+        _check_processed_flag(param.grad_sample)
+        sample = _stored(param)
+        total, *rest = (
+            _weighted_sum(to_precision(w, sample.dtype).to(sample.device), sample) for w in weights
+        )
+        param.summed_grad = total if param.summed_grad is None else param.summed_grad + total
+        _mark_as_processed(param.grad_sample)
+        return rest
 
 
 def rows_of(params: Mapping[str, nn.Parameter], expected: int | None) -> int:
@@ -115,7 +113,7 @@ def why_not_records(names: Sequence[str]) -> str:
 
 
 def is_in_full_precision(param: Any) -> bool:
-    """Whether the per-example gradients of a parameter were not computed in half precision."""
+    """Tells whether the per-example gradients of a parameter are in more than half precision."""
     sample = param.grad_sample
     own: torch.Tensor = sample[0] if isinstance(sample, list) else sample
     return not is_half(own)

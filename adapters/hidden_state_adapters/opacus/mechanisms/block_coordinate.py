@@ -187,7 +187,7 @@ class BlockCoordinateSteps(Mechanism):
     @property
     def step_size(self) -> float:
         """The step size eta of the mean gradient."""
-        return _learning_rate(self.base) * self.scale
+        return _learning_rate(self.base) * self.declared.scale
 
 
 def _settings(declared: DeclaredRun) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What is kept of a private run, which runs stand behind weights, and how far each one went."""
+"""Records of private runs: kept by accountants, hung on the weights that they trained."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _trained: Any = WeakIdKeyDictionary()  # parameter -> Lineage
 
 @attrs.define(eq=False)
 class AccountedRun:
-    """What an accountant keeps of a run, however it is trained.
+    """The part of a run that its accountant keeps, however it is trained.
 
     Attributes:
         recorder: The record of the steps.
-        assumptions: What is added to those of the bound.
-        schedule: What the steps are compared with.
+        assumptions: Assumptions beside those of the bound.
+        schedule: Declared rates and number of steps.
         id: The name of the run, the same wherever it goes on.
-        failure: What ended the run: a step that was refused or interrupted; or "".
-        has_moved: Whether parameters moved, if only in a step that was interrupted.
+        failure: Reason why the run ended (a step was refused or interrupted), or "".
+        has_moved: True as soon as parameters moved, if only in a step that was interrupted.
     """
 
     recorder: Run
@@ -51,7 +51,7 @@ class AccountedRun:
         self.assumptions = merge_assumptions([self.assumptions, further])
 
     def guarantee(self, relation: NeighboringRelation) -> Guarantee:
-        """Of what was recorded, with everything that is taken on trust."""
+        """The guarantee of the recorded steps, with everything that is taken on trust."""
         guarantee = self.recorder.guarantee(relation)
         own = self.schedule.assumptions(self.recorder, guarantee.assumptions)
         listed = merge_assumptions([own, OF_EVERY_RUN, self.assumptions])
@@ -81,12 +81,12 @@ class AccountedRun:
 
 
 def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:
-    """What of `assumptions` is somebody's word, as a state holds it."""
+    """The texts of the declared ones among `assumptions`, as a state holds them."""
     return [a.text for a in assumptions if a.status is Status.DECLARED]
 
 
 def declared_by(state: Mapping[str, Any]) -> tuple[Assumption, ...]:
-    """What a state holds of `declared_texts`."""
+    """The declared assumptions that a state holds."""
     return tuple(Assumption.declared(text) for text in state.get("assumptions", ()))
 
 
@@ -127,7 +127,7 @@ class Lineage:
 
         Args:
             module: The model, without Opacus' wrapper; None if it is not known.
-            params: Its parameters, trained or frozen.
+            params: The parameters of the model, trained or frozen.
 
         Raises:
             UnsupportedRunError: Weights of the middle of a run were not released there.
@@ -155,7 +155,7 @@ def _runs_behind(
 
 
 def _lineages(module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[Any]:
-    """What parameters or modules hold: a Lineage, or the list that a copy of one is; each once."""
+    """The lineages that parameters or modules hold (lists, where they are copies), each once."""
     parts = [] if module is None else module.modules()
     held = [*map(_trained.get, params), *(vars(part).get(_BEHIND) for part in parts)]
     return list({id(each): each for each in held if each is not None}.values())

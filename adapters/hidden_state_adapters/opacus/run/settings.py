@@ -1,4 +1,4 @@
-"""What an optimizer is set to, and what must not change under it."""
+"""Settings of an optimizer: read for the record, and compared with those of the start."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def update_of(optimizer: DPOptimizer, batch_size: float) -> dict[str, float]:
         batch_size: Records that an event divides by.
 
     Raises:
-        UnsupportedUpdateError: Its wrapped optimizer moves in another way.
+        UnsupportedUpdateError: The wrapped optimizer moves in another way.
     """
     options = sgd_options(optimizer.original_optimizer)
     divisor = optimizer.expected_batch_size if optimizer.loss_reduction == "mean" else 1
@@ -204,12 +204,12 @@ def check_type(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) 
 
 
 def holds_tensors(state: Mapping[Any, Mapping[str, Any]]) -> bool:
-    """Whether the state of an optimizer, by parameter, holds momentum or moments."""
+    """Tells whether the state of an optimizer, by parameter, holds momentum or moments."""
     return any(isinstance(v, torch.Tensor) for part in state.values() for v in part.values())
 
 
 def _is_fresh(part: Mapping[str, Any]) -> bool:
-    """Whether the state of a parameter is that before the first step: Adagrad makes one at once."""
+    """Tells whether the state of a parameter is from before the first step, as Adagrad's may be."""
     if "step" in part:
         return float(part["step"]) == 0
     return not holds_tensors({None: part})
