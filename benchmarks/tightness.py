@@ -289,8 +289,8 @@ _DOMAIN = (
     "and in one dimension the projection of the last iterate hides the tails of the last noise."
 )
 _SECRET = (
-    "The bound averages over the orders; it does not use that the last iterate tells little about "
-    "which one was drawn."
+    "Theorem A is about the worst run for each place of the record, and that is another run for "
+    "every place; fresh orders are revealed but for the last epoch's."
 )
 _SAMPLED = (
     "The bound adds up what every step of its window tells, the last iterate has but the sum. No "

@@ -162,6 +162,7 @@ def read(curve: Curve, smallest: float = _SMALLEST) -> tuple[np.ndarray, np.ndar
     Raises:
         ValueError: The curve has no finite epsilon at any delta that matters.
     """
+    curve = curve.quick
     scale = next((e for e in map(curve.epsilon, (1e-6, 1e-3, 0.1)) if e < math.inf), math.inf)
     if scale == math.inf:
         raise ValueError("Expected a guarantee with a finite epsilon, got one without. Add noise.")

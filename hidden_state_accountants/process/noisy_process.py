@@ -178,6 +178,13 @@ class NoisyProcess:
         """T."""
         return len(self.contraction)
 
+    def from_step(self, start: int) -> NoisyProcess:
+        """The steps after `start`, the end of an epoch, without releases."""
+        arrays = ("contraction", "sensitivity", "noise_std", "drift_contraction", "drift")
+        rest = {name: getattr(self, name)[start:] for name in arrays}
+        positions = range(min(self.period, self.num_steps - start))
+        return attrs.evolve(self, positions=positions, release_steps=(), **rest)
+
     def sensitivity_at(self, position: int, steps: slice = slice(None)) -> np.ndarray:
         """s_t of a record at `position`: zero where the batch does not hold it."""
         whole = self.sensitivity[steps]

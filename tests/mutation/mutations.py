@@ -671,7 +671,50 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
+    "bounds/solvers/two_places.py": {
+        "theorems/test_hidden_place.py": {
+            "the_record_is_one_gradient_from_the_stand_in": (
+                "to_record = distances(places, 2 * one, home, initial)",
+                "to_record = distances(places, one, home, initial)",
+            ),
+            "the_other_run_is_one_gradient_from_the_stand_in": (
+                "distances(places, 2 * one if is_replaced else one, home, 0.0)",
+                "distances(places, 0.5 * one, home, 0.0)",
+            ),
+            "home_is_left_out": (
+                "segment.mu_squared(place, at_place, home, one, start)",
+                "segment.mu_squared(place, at_place, home, 0.0, start)",
+            ),
+            "what_the_epochs_before_left_is_forgotten": (
+                "shifts[0, 0] = max(initial / self.shift_unit * self.whole, _TINY)",
+                "shifts[0, 0] = _TINY",
+            ),
+            "groups_of_epochs_forget_all_but_one": (
+                "np.add.reduceat(moved, firsts),",
+                "moved[last],",
+            ),
+            "few_places_stand_for_those_behind_them": (
+                "places[left:right] = np.repeat(last, np.diff(last, prepend=left - 1))",
+                "places[left:right] = np.repeat("
+                "np.append(left, last[:-1] + 1), np.diff(last, prepend=left - 1))",
+            ),
+        },
+    },
     "bounds/data_order.py": {
+        "theorems/test_hidden_place.py": {
+            "a_curvature_of_few_orders_is_taken_for_all": (
+                "if event.loss.curvature is not None or event.is_microbatched or not (",
+                "if event.is_microbatched or not (",
+            ),
+            "a_microbatch_is_one_gradient": (
+                "is not None or event.is_microbatched or not (between",
+                "is not None or not (between",
+            ),
+            "the_last_epoch_starts_in_one_state": (
+                "distance = min(distance, process.domain_diameter)",
+                "distance = 0.0",
+            ),
+        },
         "theorems/test_data_order.py::TestReshuffled": {
             "late_participations_of_expanding_runs": (
                 "and not process.release_steps and not expands:",
@@ -1166,6 +1209,23 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             "epsilon_is_not_rounded_up": (
                 "while delta_from_mu(mu, epsilon) > delta:",
                 "while delta_from_mu(mu, epsilon) > 2 * delta:",
+            ),
+        },
+    },
+    "curves/hidden_place.py": {
+        "theorems/test_hidden_place.py": {
+            "only_one_order_of_a_hidden_place": (
+                "_smallest([p.exchanged for p in self.places], epsilons)",
+                "_smallest(self.places, epsilons)",
+            ),
+            "rho_is_looked_for_between_the_first_intervals_only": (
+                "is_done = above <= largest[row] * (1 + _TOLERANCE) + _TINY",
+                "is_done = above > -np.inf",
+            ),
+            "every_place_has_a_rho_of_its_own": (
+                "                low[:, None] - self.to_other,\n"
+                "                high[:, None] + self.to_record - self.between,",
+                "                low[:, None] - np.inf,\n                high[:, None] + np.inf,",
             ),
         },
     },

@@ -149,14 +149,17 @@ def falling(steps):
 
 
 def test_a_falling_learning_rate():
-    """About what one kept order gives; without carries it is 3.06 after 45 seconds."""
+    """About what one kept order gives; without carries it is 3.06 after 45 seconds.
+
+    The one order hides the place in all epochs (Theorem F), the fresh ones in the last alone.
+    """
     fresh, kept = (
         hsa.LastIterateAccountant()
         .compose(probe_run(batch_order=order, learning_rate=falling(20_000)))
         .get_epsilon(1e-5)
         for order in ("reshuffled", "shuffled_once")
     )
-    assert 0.9 * kept < fresh < 1.03 * kept
+    assert 0.9 * kept < fresh < 1.05 * kept
 
 
 def test_maps_that_expand():

@@ -61,8 +61,8 @@ TABLE = [
         "REPLACE_SPECIAL",
         (0.2758849359, 0.6265950179, 1.403114808),
     ),
-    ("reshuffled", False, 300, {}, "REPLACE_SPECIAL", (0.4470690247, 1.354981022, 2.255911954)),
-    ("reshuffled", True, 300, {}, "REPLACE_SPECIAL", (0.5203341500, 1.388417290, 2.305406220)),
+    ("reshuffled", False, 300, {}, "REPLACE_SPECIAL", (0.2066505484, 0.5100652486, 1.146597899)),
+    ("reshuffled", True, 300, {}, "REPLACE_SPECIAL", (0.5203341500, 1.305079078, 1.978987645)),
 ]
 
 
