@@ -179,8 +179,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "_FACTORS = (2, -1)",
             ),
             "random_models_are_not_looked_at_beside_other_records": (
-                "is_random=size != rows",
-                "is_random=True",
+                "draws_alike and self._are_near",
+                "False and self._are_near",
             ),
             "models_with_dropout_are_not_looked_at": (
                 "if isinstance(part, _DropoutNd)",

@@ -164,6 +164,14 @@ def test_targets_that_would_be_broadcast(criterion, dtype):
     assert trained(network, (inputs, labels.to(dtype)), criterion, loss) == LOOKED
 
 
+def test_a_divergence_is_divided_by_the_records():
+    inputs, labels = records()
+    criterion = nn.KLDivLoss(reduction="batchmean")
+    model = lambda: nn.Sequential(layers(), nn.LogSoftmax(dim=1))  # noqa: E731
+    targets = functional.one_hot(labels, 3).float()
+    assert trained(model, (inputs, targets), criterion, criterion) == LOOKED
+
+
 def test_a_criterion_that_draws_is_declared():
     def criterion(outputs, labels):
         losses = functional.cross_entropy(outputs, labels, reduction="none")

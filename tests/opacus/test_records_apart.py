@@ -86,8 +86,10 @@ def test_models_that_do_not(make_run, name, kind):
     assert of_the_model(run.engine).startswith(LOOKED)
 
 
-def test_random_models_are_declared(make_run):
-    run = a_run(make_run, lambda x: x + torch.rand_like(x), **KINDS["dice"])
+@pytest.mark.parametrize("draw", [torch.rand_like, lambda x: torch.poisson(5 * x.abs())])
+def test_random_models_are_declared(make_run, draw):
+    """How often a Poisson variable draws depends on the records before it."""
+    run = a_run(make_run, lambda x: x + draw(x).detach(), **KINDS["dice"])
     run.epoch()
     assert of_the_model(run.engine) == ALONE
 

@@ -258,6 +258,8 @@ def _name(criterion: Any) -> str:
 def check_reduction(criterion: Any, loss_reduction: str) -> None:
     """Raises UnsupportedRunError if the criterion and Opacus' loss_reduction differ."""
     reduction = getattr(as_module(criterion), "reduction", loss_reduction)
+    if reduction == "batchmean":  # nn.KLDivLoss: the mean over the records
+        reduction = "mean"
     if reduction != loss_reduction:
         raise UnsupportedRunError(
             f"Expected a criterion with reduction = {loss_reduction!r} (the loss_reduction of "

@@ -86,6 +86,8 @@ class _Look:
         off: The parts that are in eval() mode for the look.
     """
 
+    _after: torch.Tensor  # the state of torch's generator when it was done
+
     def __init__(self, module: nn.Module, compute: Any, dim: int, off: Sequence[nn.Module]):
         self._module, self._compute, self._dim, self._off = module, compute, dim, off
         params = list(module.parameters())
@@ -98,7 +100,7 @@ class _Look:
             whole = self.computed(call, rows)
         except Exception:  # whatever a model may raise that is called again
             return None
-        has_seen_all = bool(whole)
+        has_seen_all, after = bool(whole), self._after
         for make, size, kept in versions:
             expected = [x.narrow(self._dim, kept.start, len(kept)) for x in whole]
             try:
@@ -110,17 +112,27 @@ class _Look:
                     continue
                 if self._are_near(found, expected):
                     continue
-                with random_numbers_as_before(tree_leaves(call)):
-                    # Batches of one size draw the same numbers; of other sizes some may differ.
-                    for _ in range(2):
-                        again = self.computed(call, rows, is_random=size != rows)
+                # Those of the first half were drawn before the numbers of the others.
+                draws_alike = size == rows and not kept.start and torch.equal(after, self._after)
+                is_mixed = self._repeats(call, rows, whole, draws_alike=draws_alike)
             except Exception:  # whatever a model may raise on records that are not in the data
                 has_seen_all = False
                 continue
-            if self._are_near(again, whole):
+            if is_mixed:
                 return False
             has_seen_all = False
         return True if has_seen_all else None
+
+    def _repeats(
+        self, call: Call, rows: int, whole: Sequence[torch.Tensor], *, draws_alike: bool
+    ) -> bool:
+        """Whether the model computes the same again: with other random numbers, or with these."""
+        with random_numbers_as_before(tree_leaves(call)):
+            for _ in range(2):
+                again = self.computed(call, rows, is_random=True)
+        return self._are_near(again, whole) or (
+            draws_alike and self._are_near(self.computed(call, rows), whole)
+        )
 
     def computed(self, call: Call, rows: int, *, is_random: bool = False) -> list[torch.Tensor]:
         """What has an entry for every record."""
@@ -132,6 +144,7 @@ class _Look:
                 part.training = False
             with torch.no_grad(), contextlib.nullcontext() if is_random else repeats:
                 found = self._compute(tree_map(_copy, call))  # a model may write to its input
+                self._after = torch.get_rng_state()
         finally:
             for part, mode in modes:
                 part.training = mode
