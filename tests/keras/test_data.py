@@ -188,6 +188,13 @@ def mixed(one, other):
     return one.zip((one, other)).map(lambda a, b: ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2))
 
 
+def mixed_dictionaries():
+    """As tensorflow_datasets gives examples."""
+    one = pairs().map(lambda x, y: {"x": x, "y": y})
+    both = one.zip((one.shuffle(12), one.shuffle(12)))
+    return both.map(lambda a, b: ((a["x"] + b["x"]) / 2, a["y"]))
+
+
 def both_views(x, y):
     return tf.data.Dataset.from_tensor_slices((tf.stack([x, -x]), tf.stack([y, y])))
 
@@ -232,6 +239,9 @@ SEVERAL_TIMES = {
     ),
     "sliding windows": (lambda: cut(SERIES, 1), "got windows"),
     "windows that overlap by half": (lambda: cut(SERIES, 2), "got windows"),
+    "windows in a random order": (lambda: cut(SERIES, 1).shuffle(12), "got windows"),
+    "windows that overlap by a quarter": (lambda: cut(SERIES, 3), "got windows"),
+    "MixUp of dictionaries": (lambda: mixed_dictionaries(), "a zip of two"),
 }  # fmt: skip
 
 
@@ -263,7 +273,8 @@ def test_examples_of_files_and_of_two_parts_are_taken(two_files):
     columns = columns.map(lambda one, other: (tf.concat([one[0], other[0]], 0), one[1]))
     for dataset in (lines, parts, columns):
         assert cyclic_dataset(dataset, batch_size=4).batches.used == 12
-    assert cyclic_dataset(cut(SERIES, 4), batch_size=1).batches.used == 3
+    for apart in (cut(SERIES, 4), cut(SERIES, 4).shuffle(3)):
+        assert cyclic_dataset(apart, batch_size=1).batches.used == 3
     assert cyclic_dataset(X, np.eye(12)[::-1], batch_size=4).batches.used == 12  # one-hot targets
 
 

@@ -145,6 +145,10 @@ def penalty():
     return tf.keras.regularizers.L2(0.1)
 
 
+def in_a_loop(targets, outputs):
+    return tf.map_fn(lambda row: tf.reduce_sum(tf.square(row)), outputs)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -164,6 +168,9 @@ def penalty():
         ({"kind": OwnLoss}, "Expected the compute_loss"),
         ({"compile": {"loss": None}}, "one loss for the one output"),
         ({"compile": {"loss": lambda y, p: tf.reduce_mean(p)}}, "one entry per example"),
+        ({"compile": {"loss": in_a_loop}}, "that TensorFlow can vectorize"),
+        ({"stack": [layers.Dense(2), layers.Lambda(lambda x: tf.map_fn(tf.square, x))]},
+         "that TensorFlow can vectorize"),
         ({"loss_geometry": "auto", "feature_norm": 0.5}, "feature_norm = 0.5"),
         ({"neighboring_relation": "ADD_OR_REMOVE_ONE"}, "or REPLACE_ONE, got"),
     ],

@@ -8,7 +8,12 @@ import tensorflow as tf
 
 import hidden_state_adapters.tf_privacy as adapter
 from hidden_state_accountants import LastIterateAccountant, LossGeometry
-from hidden_state_adapters.tf_privacy import HiddenStateModel, HiddenStateSequential, PrivateRun
+from hidden_state_adapters.tf_privacy import (
+    HiddenStateModel,
+    HiddenStateSequential,
+    PrivateRun,
+    make_private,
+)
 from hidden_state_adapters.tf_privacy.keras_api import IS_KERAS_3
 
 pytestmark = pytest.mark.usefixtures("row_by_row", "without_graphs")
@@ -173,3 +178,43 @@ def test_the_file_of_a_callback_of_ones_own():
     )
     trained.epoch(epochs=3, callbacks=[write])
     assert [step for step in released(trained) if step < 9] == [3, 6]
+
+
+def of_a_sequential_model():
+    given = tf.keras.Sequential([tf.keras.layers.Dense(2)])
+    return given, make_private(given, **SETTINGS)
+
+
+def of_a_functional_model():
+    inputs = tf.keras.Input((4,))
+    given = tf.keras.Model(inputs, tf.keras.layers.Dense(2)(inputs))
+    return given, make_private(given, **SETTINGS)
+
+
+def inside_of_another():
+    given = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(2)])
+    return given, HiddenStateSequential([given], **SETTINGS)
+
+
+@pytest.mark.parametrize("make", [of_a_sequential_model, of_a_functional_model, inside_of_another])
+def test_the_model_that_was_made_private_or_a_part_of_it_is_saved(make):
+    """1.113 was reported of a run whose epochs were all saved, which is 2.258."""
+    given, model = make()
+    model.compile(sgd(), loss())
+    for _ in range(2):
+        model.fit(X, Y, batch_size=4, verbose=0)
+        given(X)
+        given.save("model.keras")
+    model.fit(X, Y, batch_size=4, verbose=0)
+    assert list(model.privacy_event.release_steps) == [3, 6]
+
+
+def test_a_part_that_is_not_trained_is_saved():
+    part = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(4)])
+    part.trainable = False
+    model = HiddenStateSequential([part, tf.keras.layers.Dense(2)], **SETTINGS)
+    model.compile(sgd(), loss())
+    model.fit(X, Y, batch_size=4, verbose=0)
+    part.save("model.keras")
+    model.fit(X, Y, batch_size=4, verbose=0)
+    assert list(model.privacy_event.release_steps) == []

@@ -6,6 +6,7 @@ import hashlib
 import inspect
 import itertools
 import logging
+import math
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -26,6 +27,11 @@ _JOINED = ("Concatenate", "DirectedInterleave")
 _SELECTED = ("Take", "TakeWhile", "Skip", "Shard", "Filter")
 _ONE_EXAMPLE = "One record is one example: no view, window or augmentation of it a second time, "
 _ONE_EXAMPLE += "no mixing of two."
+_OVERLAPPING = (
+    "Expected examples that do not overlap, got windows that do, each of which begins with a part "
+    "of the one before it: what happened at one time would be in several examples, each protected "
+    f"by itself. {_ONE_EXAMPLE} Move a window by its whole length."
+)
 _LOOKED_AT = 2**16  # examples of a part of a zip
 _WINDOWS, _LARGEST_SHIFT = 16, 64  # examples that are compared with the next one, and how
 
@@ -205,6 +211,8 @@ def _check_single_examples(dataset: tf.data.Dataset) -> None:
             f"by itself, and epsilon would fall. {_ONE_EXAMPLE} Use map, for one view each, or "
             "filter."
         )
+    if _makes_windows(dataset):
+        raise UnsupportedRunError(_OVERLAPPING)
     if _mixes_pairs(dataset):
         raise UnsupportedRunError(
             "Expected a Dataset with every example once, got a zip of two Datasets that hold the "
@@ -259,6 +267,16 @@ def _makes_views(dataset: Any) -> bool:
     return any(map(_makes_views, inputs))
 
 
+def _makes_windows(dataset: Any) -> bool:
+    """Whether it cuts windows that overlap, in whatever order they come out."""
+    if _kind(dataset) == "Window":
+        given = dataset._size, dataset._shift, dataset._stride
+        size, shift, stride = (int(tf.get_static_value(number)) for number in given)
+        if math.lcm(shift, stride) < size * stride:
+            return True
+    return any(map(_makes_windows, _inputs(dataset)))
+
+
 def _axes(dataset: Any) -> list[int | None]:
     specs = tf.nest.flatten(dataset.element_spec)
     return [getattr(getattr(spec, "shape", None), "rank", None) for spec in specs]
@@ -268,7 +286,7 @@ def _mixes_pairs(dataset: Any) -> bool:
     """Whether it zips two datasets of examples with targets that have an example in common."""
     inputs = _inputs(dataset)
     if _kind(dataset) == "Zip":
-        pairs = [part for part in inputs if isinstance(part.element_spec, tuple)]
+        pairs = [part for part in inputs if isinstance(part.element_spec, tuple | dict)]
         for one, other in itertools.combinations(pairs, 2):
             if one.element_spec == other.element_spec and _looked_at(one) & _looked_at(other):
                 return True
@@ -399,11 +417,7 @@ def _check_each_once(arrays: Any, *, is_read: bool) -> None:
         return
     parts = [np.ascontiguousarray(part) for part in given]
     if any(map(_slides, parts[: len(tf.nest.flatten(arrays[0]))])):  # not the targets
-        raise refusal(
-            "Expected examples that do not overlap, got windows, each of which begins with what "
-            "the one before it ends with: what happened at one time would be in several examples, "
-            f"each protected by itself. {_ONE_EXAMPLE} Move a window by its whole length."
-        )
+        raise refusal(_OVERLAPPING)
     if len(set(map(_hash, zip(*parts, strict=True)))) == len(parts[0]):
         return
     if is_read:

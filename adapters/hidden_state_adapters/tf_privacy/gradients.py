@@ -12,6 +12,7 @@ The gradient of several examples together is a sum of such products, and its squ
 from __future__ import annotations
 
 import contextlib
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -113,6 +114,28 @@ def times(found: ExampleGradients, weights: tf.Tensor) -> ExampleGradients:
     )
 
 
+def for_each_row(of_row: Callable[[Any], Any], rows: Any) -> Any:
+    """Returns what a function gives for every row alone, by TensorFlow's `vectorized_map`.
+
+    Raises:
+        UnsupportedRunError: Operations in it cannot be vectorized.
+    """
+    try:
+        return tf.vectorized_map(of_row, rows)
+    except (TypeError, ValueError) as error:
+        stacks = [one.__traceback__ for one in (error, error.__context__) if one is not None]
+        frames = [frame for stack in stacks for frame in traceback.extract_tb(stack)]
+        # AutoGraph may have raised the error again, without them.
+        if not any(frame.filename.endswith("parallel_for/pfor.py") for frame in frames):
+            raise
+        raise refusal(
+            "Expected a loss and a model that TensorFlow can vectorize, got one that it cannot "
+            f"({error!s:.200}): every example is differentiated by itself, and vectorized_map "
+            "does not take the gradients of tf.map_fn, tf.scan and tf.cond, among others. Write "
+            "the loss or the layer with operations on whole tensors (tf.where for tf.cond)."
+        ) from error
+
+
 def check_loss(
     loss: Any,
     num_microbatches: int | None,
@@ -204,7 +227,7 @@ class RowByRow:
             *weights: Of the losses of several examples, before their mean; else none.
         """
         rows = examples, targets, *weights
-        gradients, losses, outputs = tf.vectorized_map(self.of_row, rows)
+        gradients, losses, outputs = for_each_row(self.of_row, rows)
         return of_rows(gradients, losses, outputs, has_padding=True)
 
     def of_row(self, row: tuple[Any, ...]) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:

@@ -18,7 +18,7 @@ from hidden_state_accountants import LossGeometry
 from hidden_state_accountants.losses import linear
 from hidden_state_accountants.losses.linear import LinearLoss
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.gradients import check_loss
+from hidden_state_adapters.tf_privacy.gradients import check_loss, for_each_row
 from hidden_state_adapters.tf_privacy.losses import (
     ENVELOPES,
     OF_ONE_OUTPUT,
@@ -123,7 +123,7 @@ class RowLosses:
             value, slopes = of(target, own, lambda values: values[0])
             return value, tuple(slope[0] for slope in slopes)
 
-        found: tuple[Any, Any] = tf.vectorized_map(of_row, (targets, parts))
+        found: tuple[Any, Any] = for_each_row(of_row, (targets, parts))
         return found
 
 

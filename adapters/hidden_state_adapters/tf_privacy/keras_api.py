@@ -131,6 +131,13 @@ def layers_of(model: Any, variables: Sequence[Any]) -> list[str]:
     return found
 
 
+def models_of(model: Any) -> list[Any]:
+    """The models that have a trained variable of a model or layer, itself among them."""
+    models = [one for one in model._flatten_layers() if isinstance(one, tf.keras.Model)]
+    given = vars(model).get("made_private_from", lambda: None)()  # may have no variables yet
+    return [one for one in models if trained(one)] + ([] if given is None else [given])
+
+
 def computes_otherwise(layer: Any) -> bool:
     """Whether a layer of Keras 3 rounds the variables that it trains, or replaces them in use.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -568,18 +569,21 @@ def make_private(model: Any, **settings: Any) -> PrivateTraining:
         TypeError: It is neither; subclass `HiddenStateModel` instead of tf.keras.Model then.
     """
     if type(model) is tf.keras.Sequential:
-        private = HiddenStateSequential(keras_api.stack_of(model), name=model.name, **settings)
+        private: Any = HiddenStateSequential(keras_api.stack_of(model), name=model.name, **settings)
         if model.built:
             private.build(model.input_shape)
-        return private
-    if type(model) is _Functional:
+    elif type(model) is _Functional:
         inputs, outputs = keras_api.as_given(model)
-        return HiddenStateModel(inputs=inputs, outputs=outputs, name=model.name, **settings)
-    raise TypeError(
-        f"Expected a tf.keras.Sequential or a model of inputs and outputs, got "
-        f"{type(model).__name__}. Let your class inherit from HiddenStateModel instead of "
-        "tf.keras.Model."
-    )
+        private = HiddenStateModel(inputs=inputs, outputs=outputs, name=model.name, **settings)
+    else:
+        raise TypeError(
+            f"Expected a tf.keras.Sequential or a model of inputs and outputs, got "
+            f"{type(model).__name__}. Let your class inherit from HiddenStateModel instead of "
+            "tf.keras.Model."
+        )
+    # Its files are files of the same weights.
+    vars(private)["made_private_from"] = weakref.ref(model)
+    return private
 
 
 def _check_fit(validation_split: float, shuffle: Any, settings: Settings) -> None:

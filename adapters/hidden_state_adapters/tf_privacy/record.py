@@ -450,17 +450,21 @@ class RecordedRun:
             self._live.released = self.num_batches
 
     def _count_files(self, model: Any) -> None:
-        """Lets what writes files of a model count them as releases, whoever calls it."""
+        """Lets what writes files of a model count them as releases, whoever calls it.
+
+        So do models inside of it that are trained, and the one that `make_private` was given.
+        """
         writes = weakref.WeakMethod(self._writes)
 
-        def counted(write: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def counted(write: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
             if (note := writes()) is not None:
                 note()
-            return write(model, *args, **kwargs)
+            return write(part, *args, **kwargs)
 
-        for name in _WRITES:
-            if (write := getattr(type(model), name, None)) is not None:
-                vars(model)[name] = functools.partial(counted, write)
+        for part in keras_api.models_of(model):
+            for name in _WRITES:
+                if (write := getattr(type(part), name, None)) is not None:
+                    vars(part)[name] = functools.partial(counted, write, part)
 
     def _writes(self) -> None:
         """Counts a file that is written now, unless it is declared to stay private."""
