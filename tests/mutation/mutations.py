@@ -1217,6 +1217,30 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
+    "curves/hidden_mixture.py": {
+        "theorems/test_hidden_mixture.py": {
+            "the_smaller_order_of_a_hidden_mixture": (
+                "else (_FORWARD, _BACKWARD)",
+                "else (_BACKWARD,)",
+            ),
+            "a_replaced_record_is_as_far_as_a_missing_one": (
+                "delta = delta + _below(weights, mus, -y, epsilon)",
+                "pass",
+            ),
+            "an_infinite_distance_costs_nothing": (
+                "delta = self._lost + _above(weights, mus, y)",
+                "delta = _above(weights, mus, y)",
+            ),
+            "a_threshold_that_is_rounded_to_the_nearest": (
+                "while excess(root) > 0:",
+                "while excess(root) > 1e-9:",
+            ),
+            "patterns_that_are_unlikely_given_the_outcome_count_as_if_likely": (
+                "terms = np.where(logs < 0, logs + divergences, above)",
+                "terms = np.where(logs < 0, divergences, above)",
+            ),
+        },
+    },
     "curves/hidden_place.py": {
         "theorems/test_hidden_place.py": {
             "only_one_order_of_a_hidden_place": (
