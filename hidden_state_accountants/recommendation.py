@@ -53,8 +53,11 @@ from hidden_state_accountants.figures import round_up, text_up
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.losses.envelope import LEAST_SOFTMAX_CLIP_NORM as LEAST_CLIP_NORM
 from hidden_state_accountants.losses.envelope import check_clip_norm, envelope_smoothing
+from hidden_state_accountants.process.stretching import largest_size
 
 ORDERS = (BatchOrder.POISSON, BatchOrder.FULL, BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
+_RARE = 1e-15  # probability of a batch that is larger than reckoned with
+_NAMED = (*ORDERS, BatchOrder.BALLS_IN_BINS)
 _COMPOSED = (BatchOrder.POISSON, BatchOrder.FULL)
 _BATCHES = (4, 20, 100, 400)  # per epoch
 _LEAST_BATCH = 50
@@ -233,6 +236,10 @@ _REASONS = {
         "last iterate only: batches of a fixed size in one order, which must stay secret."
     ),
     BatchOrder.CYCLIC: "last iterate only: batches of a fixed size in an order that may be public.",
+    BatchOrder.BALLS_IN_BINS: (
+        "last iterate only: every record in one batch of an epoch, which it draws by itself, once; "
+        "the draws must stay secret."
+    ),
 }
 
 
@@ -327,6 +334,7 @@ def recommend(
         clip_norm: C, of the gradient in the predictions; None is that of the recipe.
         weight_decay: Of the weights, decoupled. The recipe has none: it did not help.
         orders: The batch orders that can be had; None is FULL, POISSON, SHUFFLED_ONCE and CYCLIC.
+            BALLS_IN_BINS counts where it is named.
         epochs: Passes over the data; None tries 16, and 64 where these are few gradients.
         neighboring_relation: FULL and POISSON only under ADD_OR_REMOVE_ONE.
         spent: What is released of the same records beside the run, such as statistics of their
@@ -392,8 +400,8 @@ def _orders(
         raise TypeError(f"Expected orders to be a list of batch orders, got {given!r}.")
     orders = ORDERS if given is None else tuple(map(parse_batch_order, given))
     for order in orders:
-        if order not in ORDERS:
-            known = ", ".join(known.value for known in ORDERS)
+        if order not in _NAMED:
+            known = ", ".join(known.value for known in _NAMED)
             raise ValueError(f"Expected orders among {known}, got {order.value!r}.")
     covered = [order for order in orders if unmet_relation(order, relation) is None]
     if not covered:
@@ -460,10 +468,25 @@ class _Task:
             most = _MOST_MOMENTUM if loss.fades else _MOST_OF_TARGETS
             momentum = min(round(1 - rate / wanted, 4), most)
         learning_rate = float(f"{rate / self.square:.4g}")  # with the digits that are printed
-        smoothing = geometry = None  # composition asks for nothing of the loss
+        has_bins = order is BatchOrder.BALLS_IN_BINS
+        size = -(-self.n // split) if has_bins else self.n // split
+        event = LastIterateDpEvent(
+            noise_multiplier=1.0,
+            learning_rate=learning_rate,
+            weight_decay=self.decay,
+            # A little above the gradient bound of the envelope, so that rounding never clips.
+            clip_norm=_just_above(loss.clip_norm * math.sqrt(self.square)),
+            batch_size=size,
+            dataset_size=self.n if composed or has_bins else size * split,
+            num_steps=steps,
+            batch_order=order,
+        )
+        smoothing = None  # composition asks for nothing of the loss
         if not composed:
+            # A large batch acts at a larger rate.
+            largest = largest_size(event, self.relation, _RARE) if has_bins else size
             smoothing = envelope_smoothing(
-                learning_rate,
+                learning_rate * largest / size,
                 curvature=loss.curvature,
                 feature_norm=self.feature_norm,
                 bias=self.bias,
@@ -472,20 +495,9 @@ class _Task:
             geometry = getattr(LossGeometry, f"envelope_{loss.name}")(
                 self.feature_norm, self.bias, clip_norm=loss.clip_norm, smoothing=smoothing
             )
-        size = self.n // split
+            event = attrs.evolve(event, loss=geometry)
         return Candidate(
-            event=LastIterateDpEvent(
-                noise_multiplier=1.0,
-                learning_rate=learning_rate,
-                weight_decay=self.decay,
-                # A little above the gradient bound of the envelope, so that rounding never clips.
-                clip_norm=_just_above(loss.clip_norm * math.sqrt(self.square)),
-                batch_size=size,
-                dataset_size=self.n if composed else size * split,
-                num_steps=steps,
-                batch_order=order,
-                loss=geometry,
-            ),
+            event=event,
             loss=loss.name,
             clip_norm=loss.clip_norm,
             smoothing=smoothing,

@@ -85,6 +85,15 @@ class RandomKeys:
             found, use = np.unique(np.concatenate([found, places])), use + 1
         return found.astype(np.int64)
 
+    def bins(self, number: int, count: int, bins: int) -> np.ndarray:
+        """Independent uniform integers below `bins`, shape (count,): draw `number`."""
+        last = np.uint64(_KEY_RANGE - _KEY_RANGE % bins - 1)  # above it some bins were likelier
+        words, use = self._words(number, count, _PLACES).copy(), _PLACES
+        while len(again := np.flatnonzero(words > last)):
+            use += 1
+            words[again] = self._words(number, len(again), use)
+        return (words % np.uint64(bins)).astype(np.uint16 if bins <= 2**16 else np.int64)
+
     def permutation(self, number: int, count: int) -> np.ndarray:
         """A uniform permutation of range(count), up to the 2**-64 chance of equal keys."""
         return np.argsort(self.draw(number, count), kind="stable")
@@ -127,9 +136,9 @@ class BatchPlan:
 
     Attributes:
         share: What this process uses of every batch; all of it, unless another one is assigned.
-        max_batch_size: The cap of POISSON batches, or None.
-        sampling_rate: The probability with which a record joins a POISSON batch, if it is not b/n;
-            or None.
+        max_batch_size: The cap of batches of random sizes, or None.
+        sampling_rate: The probability with which a record joins a batch of random size, if it is
+            not b/n; or None.
         dataset_size: Number of records as the event has it; another one may be assigned where it
             is what the relation hides.
 
@@ -322,6 +331,112 @@ class ReshuffledPlan(BatchPlan):
         self._epoch = int(state["epoch"])
         if self._epoch >= 0:
             self._sequence = _restored(state["order"], self.records)
+
+
+class BinsPlan(BatchPlan):
+    """Every record draws a batch of the epoch by itself: once, or anew for every epoch.
+
+    It takes as long as there are records, once or in every epoch. If more than `max_batch_size` are
+    in one batch, a uniform subset of that many stays and the others are DROPPED, for as long as the
+    draw holds.
+
+    Args:
+        records: The indices of all records.
+        batch_size: b, what a step divides by; there are n/b batches in an epoch, rounded up.
+        order: BALLS_IN_BINS or BALLS_IN_BINS_REDRAWN.
+        keys: Where the randomness comes from.
+        max_batch_size: The cap, or None.
+        sampling_rate: One over the number of batches in an epoch, if it is not to follow from the
+            records; or None.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[int],
+        batch_size: int,
+        order: BatchOrder,
+        keys: RandomKeys,
+        max_batch_size: int | None = None,
+        sampling_rate: float | None = None,
+    ):
+        super().__init__(records, batch_size, order, keys)
+        self._random, self._records, self.max_batch_size = keys, _indexed(records), max_batch_size
+        self.sampling_rate, self._is_one_draw = sampling_rate, order is BatchOrder.BALLS_IN_BINS
+        self._draws: dict[int, list[np.ndarray]] = {}  # batches by epoch
+
+    @property
+    def description(self) -> str:
+        """What is checked about the batches, in words."""
+        cap = "" if self.max_batch_size is None else f", at most {self.max_batch_size}"
+        when = "once" if self._is_one_draw else "anew for every epoch"
+        return (
+            f"indices of the batches: one of {self.num_batches} drawn by every record by itself, "
+            f"{when}{cap}, one step each, empty batches included"
+        )
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """The draw that a step is of, and its batch."""
+        epoch, batch = divmod(step, self.num_batches)
+        return (0 if self._is_one_draw else epoch), batch
+
+    def batch(self, step: int) -> list[int]:
+        """The indices of the records of step `step` >= 0."""
+        draw, batch = self._place(step)
+        if draw not in self._draws:
+            assert draw > max(self._draws, default=-1), "the draw of an earlier epoch is gone"
+            self._draws[draw] = self._drawn(draw)
+        found: list[int] = self._draws[draw][batch].tolist()
+        return found
+
+    def _drawn(self, draw: int) -> list[np.ndarray]:
+        number, cap = self.num_batches, self.max_batch_size
+        first = draw * (number + 1)  # of the numbers of its draws
+        bins = self._random.bins(first, len(self.records), number)
+        places = np.argsort(bins, kind="stable")
+        batches = np.split(places, np.cumsum(np.bincount(bins, minlength=number))[:-1])
+        for index, own in enumerate(batches):
+            if cap is not None and len(own) > cap:
+                batches[index] = own[self._random.subset(first + 1 + index, len(own), cap)]
+        return [_taken(self._records, own) for own in batches]
+
+    def num_rows(self, step: int) -> int:
+        """The number of records of a step whose batch was drawn."""
+        draw, batch = self._place(step)
+        return len(self._draws[draw][batch])
+
+    def start_pass(self, step: int) -> None:
+        """A pass of the loader starts at `step`; earlier batches may be forgotten."""
+        earliest = self._place(step)[0] - 1  # whose last steps may still be looked at
+        self._draws = {draw: found for draw, found in self._draws.items() if draw >= earliest}
+
+    def why_not_resumable(self, step: int) -> str:
+        """Why a run after `step` steps needs the private state to go on, or ""."""
+        if self.is_seeded or not step:
+            return ""
+        if self._is_one_draw:
+            return "the batches of the records, which stay the same for the whole run"
+        return (
+            "the batches of the epoch that it is in the middle of" if self._place(step)[1] else ""
+        )
+
+    def private_state(self, step: int) -> dict[str, Any]:
+        """Plain types that restore what was drawn for step `step` and later. Secret."""
+        first = self._place(step)[0]
+        kept = {draw: found for draw, found in self._draws.items() if draw >= first}
+        return {"draws": {k: [own.tolist() for own in found] for k, found in kept.items()}}
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what `private_state` returned."""
+        draws = {
+            int(draw): [np.asarray(own, dtype=np.int64) for own in found]
+            for draw, found in state["draws"].items()
+        }
+        for found in draws.values():
+            held = np.concatenate(found)
+            is_once = len(np.unique(held)) == len(held) and np.isin(held, self._records).all()
+            if len(found) != self.num_batches or not is_once:
+                raise ValueError("The private state is damaged: a batch holds unknown records.")
+        self._draws = draws
 
 
 class SampledPlan(BatchPlan):

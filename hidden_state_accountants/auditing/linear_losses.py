@@ -28,7 +28,12 @@ from hidden_state_accountants.auditing.evidence import (
     strongest,
 )
 from hidden_state_accountants.curves.gaussian import delta_from_mu
-from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
+from hidden_state_accountants.events.batch_order import (
+    BINS,
+    OF_RANDOM_SIZE,
+    BatchOrder,
+    sensitivity_in_clip_norms,
+)
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.process.conditions import UnmetCondition
@@ -98,7 +103,7 @@ class LinearLosses:
                 delta=lambda epsilon: delta_from_mu(mu, epsilon),
             )
         pairs = [(1, -1)] if is_replaced else [(1, 0)]
-        if event.batch_order is not BatchOrder.POISSON:
+        if event.batch_order not in OF_RANDOM_SIZE:
             pairs = [(2, 0), *pairs] if is_replaced else [*pairs, (2, 1)]
         down = shift_law(event)
         found = []
@@ -201,7 +206,7 @@ def shift_law(event: LastIterateDpEvent, *, up: bool = False) -> Atoms:
 
 
 def participation_probability(event: LastIterateDpEvent) -> float:
-    """The probability that a record's gradient is in one POISSON or WITHOUT_REPLACEMENT batch.
+    """The probability that a record's gradient is in one batch that is drawn at random.
 
     A loader with a cap drops uniformly, so the record stays with probability min(1, cap / size).
     """
@@ -221,7 +226,9 @@ def _draws(event: LastIterateDpEvent, shift: np.ndarray) -> list[Atoms]:
     sizes = np.full(period, event.batch_size)
     sizes[-1] = event.dataset_size - (period - 1) * event.batch_size
     share = sizes / event.dataset_size
-    if order is BatchOrder.RESHUFFLED:
+    if order in BINS:
+        share = np.full(period, participation_probability(event))
+    if order in (BatchOrder.RESHUFFLED, BatchOrder.BALLS_IN_BINS_REDRAWN):
         epochs = [shift[start : start + period] for start in range(0, steps, period)]
         return [Atoms(epoch, share[: len(epoch)]) for epoch in epochs]
     return [Atoms(np.bincount(np.arange(steps) % period, shift, minlength=period), share)]

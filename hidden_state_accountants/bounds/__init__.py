@@ -1,5 +1,6 @@
 """One file per result. A new bound is one file and one line in `BOUNDS`."""
 
+from hidden_state_accountants.bounds.balls_in_bins import BallsInBins
 from hidden_state_accountants.bounds.base import Bound, Citation
 from hidden_state_accountants.bounds.baselines import (
     AltschulerTalwar,
@@ -31,6 +32,7 @@ BOUNDS: tuple[Bound, ...] = (
     BlockCoordinate("published"),
     ShuffledOnce(),
     Reshuffled(),
+    BallsInBins(),
     Subsampling(),
     DiceSgd(),
     DiceSgd("published"),
@@ -47,6 +49,7 @@ __all__ = [
     "BOUNDS",
     "AltschulerTalwar",
     "AmplificationByIteration",
+    "BallsInBins",
     "BlockCoordinate",
     "Bound",
     "ChienLi",

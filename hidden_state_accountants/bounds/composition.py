@@ -17,6 +17,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.bounds.base import Bound, Citation, Proof
 from hidden_state_accountants.curves import profiles
+from hidden_state_accountants.curves.balls_in_bins import bins_curve
 from hidden_state_accountants.curves.base import Curve, GaussianCurve, with_delta
 from hidden_state_accountants.curves.by_profile import (
     replaced_in_poisson_batch,
@@ -27,14 +28,16 @@ from hidden_state_accountants.curves.by_profile import (
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.curves.profiles import Profile
 from hidden_state_accountants.curves.standard import EventCurve
-from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.batch_order import BINS, BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import same_in_all_steps, values_and_counts
 from hidden_state_accountants.guarantee import Assumption, Guarantee
 from hidden_state_accountants.process.conditions import Unmet, batches
 
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+_SAMPLED = (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
 _MANY_LEVELS = 100  # of noise, which are then rounded to fewer: a larger mu is less private
+_FEW_LEVELS = 4  # of epochs of balls in bins: each takes a second
 _APART = 0.004  # of their logarithms; epsilon grows by half of that on average
 
 
@@ -45,7 +48,8 @@ class Composition(Bound):
     Formal guarantees: holds for any curvature, domain and decay, even if all iterates are released;
     the only fact about the loss that it uses is a declared Lipschitz constant below the clip norm.
     Exact (mu-GDP) for FULL and for epoch-wise orders; random batches by the privacy losses of their
-    steps, also under relations that no standard event expresses. A cap on POISSON batches adds
+    steps, also under relations that no standard event expresses; balls in bins by one pair for
+    every draw (docs/theory/balls_in_bins.md). A cap on batches of random sizes adds
     `event.cap_delta`.
     """
 
@@ -59,8 +63,9 @@ class Composition(Bound):
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The composed steps."""
-        is_random = event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
-        if is_random:
+        if event.batch_order in BINS:
+            curve = composed_bins(event, relation)
+        elif event.batch_order in _SAMPLED:
             curve = composed_steps(event, relation)
         else:
             curve = _curve(event.as_composition(relation, for_one_position=True))
@@ -74,7 +79,7 @@ class Composition(Bound):
         self, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> tuple[Assumption, ...]:
         """Schedules, batches, divisor; a gradient bound where it lies below the clip norm."""
-        is_amplified = event.batch_order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
+        is_amplified = event.batch_order in (*_SAMPLED, *BINS)
         assumed = [
             assumptions.fixed_in_advance("number of steps and schedules"),
             assumptions.batches(event, are_secret=is_amplified),
@@ -122,10 +127,7 @@ def composed_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> 
     if not np.isfinite(mus).all():
         return GaussianCurve(math.inf)
     if len(mus) > _MANY_LEVELS:  # every one of them is a mechanism of its own
-        with np.errstate(divide="ignore"):
-            rounded = np.exp(np.ceil(np.log(mus) / _APART) * _APART)
-        mus, places = np.unique(np.maximum(mus, rounded), return_inverse=True)
-        counts = np.bincount(places, counts).astype(int)
+        mus, counts = _fewer(mus, counts, _APART)
     return compose_curves(
         [
             (step_curve(event, relation, mu), count)
@@ -133,6 +135,42 @@ def composed_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> 
             if mu
         ]
     )
+
+
+@functools.lru_cache(maxsize=6)
+def composed_bins(event: LastIterateDpEvent, relation: NeighboringRelation) -> Curve:
+    """All steps of balls in bins, with every iterate released: every draw is a mechanism.
+
+    Every bin counts as much as the worst one.
+    """
+    bins, is_replaced = event.batches_per_epoch, relation is _REPLACE_ONE
+    squares = np.broadcast_to(record_mus(event) ** 2, event.num_steps)
+    epochs = np.pad(squares, (0, -event.num_steps % bins)).reshape(-1, bins)
+    if event.batch_order is BatchOrder.BALLS_IN_BINS:
+        epochs = epochs.sum(axis=0, keepdims=True)
+    mus, counts = _levels(np.sqrt(epochs.max(axis=1)))
+    return compose_curves(
+        [
+            (bins_curve(mu, bins, is_replaced=is_replaced), count)
+            for mu, count in zip(mus.tolist(), counts.tolist(), strict=True)
+        ]
+    )
+
+
+def _levels(mus: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Few values that are no smaller, and how often each occurs."""
+    values, counts = np.unique(mus, return_counts=True)
+    if len(values) <= _FEW_LEVELS or not np.isfinite(values).all():
+        return values, counts
+    return _fewer(values, counts, math.log(values[-1] / values[values > 0][0]) / _FEW_LEVELS)
+
+
+def _fewer(mus: np.ndarray, counts: np.ndarray, apart: float) -> tuple[np.ndarray, np.ndarray]:
+    """Values that are rounded up, so that their logarithms are at least so far apart."""
+    with np.errstate(divide="ignore"):
+        rounded = np.exp(np.ceil(np.log(mus) / apart) * apart)
+    mus, places = np.unique(np.maximum(mus, rounded), return_inverse=True)
+    return mus, np.bincount(places, counts).astype(int)
 
 
 def step_curve(event: LastIterateDpEvent, relation: NeighboringRelation, mu: float) -> Curve:

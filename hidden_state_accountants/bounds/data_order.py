@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import attrs
 import numpy as np
@@ -87,7 +88,7 @@ class ShuffledOnce(HiddenStateBound):
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """Theorem F, or the mixture of Gaussian guarantees of the positions."""
         process = noisy_process(event, relation)
-        mus = _by_place(mu_squared_by_position(process), process.period)
+        mus = by_place(mu_squared_by_position(process), process.period)
         hidden = _hidden(event, relation, process, mus)
         if hidden is None:
             revealed = GaussianMixtureCurve(np.full(process.period, 1 / process.period), mus)
@@ -130,13 +131,13 @@ class Reshuffled(HiddenStateBound):
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The smallest of the bounds that are asked."""
         process = noisy_process(event, relation)
-        carried = _carried(process)
-        curves = [] if carried is None else [carried]
+        over_ends = carried(process)
+        curves: list[Curve] = [] if over_ends is None else [over_ends]
         expands = bool((process.contraction > 1).any())
-        if carried is None or expands or process.domain_diameter < math.inf:
-            curves.append(_epoch_by_epoch(process))
+        if over_ends is None or expands or process.domain_diameter < math.inf:
+            curves.append(epoch_by_epoch(process))
         if process.is_constant and not process.release_steps and not expands:
-            curves.append(_late_participations(process))
+            curves.append(late_participations(process))
         theorem = self.cited("Theorem A averaged over the secret order of each epoch")
         hidden = _hidden_in_the_last_epoch(event, relation, process)
         if hidden is not None and is_smaller(hidden, best_curve(curves)):
@@ -180,6 +181,18 @@ def _hidden_in_the_last_epoch(
     """Theorem F on the last epoch, after the largest distance that the epochs before it leave."""
     if process.release_steps:
         return None
+    found = last_epoch(process)
+    if found is None:
+        return None
+    last, distance, mu_squared = found
+    return _hidden(event, relation, last, np.sqrt(mu_squared), distance)
+
+
+def last_epoch(process: NoisyProcess) -> tuple[NoisyProcess, float, np.ndarray] | None:
+    """Its steps, the largest distance that those before it leave, and mu**2 of every place.
+
+    None where a product of moduli is out of range. The process is one without releases.
+    """
     start = (process.num_steps - 1) // process.period * process.period
     shape = -1, process.period
     moduli = process.contraction[:start].reshape(shape)
@@ -194,21 +207,21 @@ def _hidden_in_the_last_epoch(
     sums = EpochSums.of(last, 0, last.num_steps)
     if sums is None or not distance < math.inf:
         return None
-    found = [sums.mu_squared(k, 1.0, k, 1.0, distance) for k in range(process.period)]
-    return _hidden(event, relation, last, np.sqrt(found), distance)
+    places = range(process.period)
+    return last, distance, np.array([sums.mu_squared(k, 1.0, k, 1.0, distance) for k in places])
 
 
-def _by_place(mu_squared: np.ndarray, period: int) -> np.ndarray:
+def by_place(mu_squared: np.ndarray, period: int) -> np.ndarray:
     """The mu of every place; 0 at those beyond the array, which are never reached."""
     return np.sqrt(np.pad(mu_squared, (0, period - len(mu_squared))))
 
 
 def _mean_over_positions(mu_squared: np.ndarray, period: int) -> GaussianMixtureCurve:
     """The mean over equally likely positions."""
-    return GaussianMixtureCurve(np.full(period, 1 / period), _by_place(mu_squared, period))
+    return GaussianMixtureCurve(np.full(period, 1 / period), by_place(mu_squared, period))
 
 
-def _carried(process: NoisyProcess) -> Curve | None:
+def carried(process: NoisyProcess) -> GaussianMixtureCurve | None:
     """Distances that are carried over the ends of epochs.
 
     None if there is one epoch, releases divide one, or no noise hides a position.
@@ -226,7 +239,15 @@ def _carried(process: NoisyProcess) -> Curve | None:
     return carried_curve(epochs, carries) if np.isfinite(epochs.costs(carries)).all() else None
 
 
-def _epoch_by_epoch(process: NoisyProcess) -> Curve:
+def epoch_by_epoch(
+    process: NoisyProcess, of_law: Callable[[GaussianMixtureCurve], Curve] = lambda law: law
+) -> Curve:
+    """Shifts that are used up by the end of each epoch.
+
+    Args:
+        process: Of the run.
+        of_law: Makes the curve of an epoch from the places' Gaussian ones.
+    """
     period, steps = process.period, process.num_steps
     mixtures: dict[tuple[float, ...], tuple[Curve, int]] = {}
     known: dict[tuple[int, ...], np.ndarray] = {}
@@ -245,12 +266,14 @@ def _epoch_by_epoch(process: NoisyProcess) -> Curve:
                 mu_squared[inside] = segment_mu_squared(process, left, right, inside)
             known[shape] = mu_squared
         key = tuple(mu_squared)
-        curve, count = mixtures.get(key, (_mean_over_positions(mu_squared, period), 0))
+        mean = _mean_over_positions(mu_squared, period)
+        curve, count = mixtures[key] if key in mixtures else (of_law(mean), 0)
         mixtures[key] = curve, count + (alike if start == 0 else 1)
     return compose_curves(list(mixtures.values()))
 
 
-def _late_participations(process: NoisyProcess) -> GaussianMixtureCurve:
+def late_participations(process: NoisyProcess) -> GaussianMixtureCurve:
+    """Equal steps with c <= 1: in the last batch of every epoch but the last one."""
     period, steps = process.period, process.num_steps
     c, sensitivity, sigma = (
         float(array[0]) for array in (process.contraction, process.sensitivity, process.noise_std)

@@ -28,6 +28,7 @@ BOUNDS = (
     "block_coordinate_published",
     "shuffled_once",
     "reshuffled",
+    "balls_in_bins",
     "subsampling",
     "dice_sgd",
     "dice_sgd_published",
@@ -60,7 +61,16 @@ LOSSES = (
 """The class methods of `LossGeometry`."""
 RECOMMENDED_LOSSES = ("softmax_cross_entropy", "logistic", "squared_error")
 """Those that `hsa.recommend` knows."""
-ORDERS = ("full", "cyclic", "shuffled_once", "reshuffled", "without_replacement", "poisson")
+ORDERS = (
+    "full",
+    "cyclic",
+    "shuffled_once",
+    "reshuffled",
+    "without_replacement",
+    "poisson",
+    "balls_in_bins",
+    "balls_in_bins_redrawn",
+)
 """The values of `BatchOrder`."""
 RELATIONS = ("add_or_remove_one", "replace_one", "replace_special")
 """Of `NeighboringRelation`, in lower case."""

@@ -25,10 +25,17 @@ class BatchOrder(enum.Enum):
     RESHUFFLED = "reshuffled"  # a fresh uniform order in every epoch, all secret
     WITHOUT_REPLACEMENT = "without_replacement"  # a fresh uniform batch in every step
     POISSON = "poisson"  # every record joins every batch independently
+    # Every record draws one of the batches of an epoch: once for all epochs, or anew for each.
+    BALLS_IN_BINS = "balls_in_bins"
+    BALLS_IN_BINS_REDRAWN = "balls_in_bins_redrawn"
 
 
-_OF_ANY_SIZE = (BatchOrder.FULL, BatchOrder.POISSON)
 EPOCH_ORDERS = (BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE, BatchOrder.RESHUFFLED)
+"""Batches of one size, each record in one of every epoch."""
+BINS = (BatchOrder.BALLS_IN_BINS, BatchOrder.BALLS_IN_BINS_REDRAWN)
+"""Batches of random sizes, each record in one of every epoch."""
+OF_RANDOM_SIZE = (BatchOrder.POISSON, *BINS)
+_OF_ANY_SIZE = (BatchOrder.FULL, *OF_RANDOM_SIZE)
 
 
 def sensitivity_in_clip_norms(order: BatchOrder, relation: NeighboringRelation) -> int:
@@ -58,22 +65,30 @@ def parse_sampling_rate(order: BatchOrder, rate: Any) -> float | None:
 
     Raises:
         TypeError: It is no number.
-        ValueError: It is no probability above 0, or the batches are not POISSON.
+        ValueError: It is no probability above 0, or the batches are not of random sizes, or bins
+            of which there is no whole number.
     """
     if rate is None:
         return None
-    if order is not BatchOrder.POISSON:
+    if order not in OF_RANDOM_SIZE:
         raise ValueError(
             f"Expected sampling_rate = None for {order.name} batches, got {rate!r}. Only POISSON "
-            "batches are drawn at a rate that batch_size and dataset_size do not say."
+            "batches and balls in bins are drawn at a rate that batch_size and dataset_size do not "
+            "say."
         )
-    return validate.real(
+    rate = validate.real(
         "sampling_rate",
         rate,
         above=0,
         maximum=1,
         remedy="It is the probability with which every record joins every batch.",
     )
+    if order in BINS and abs(round(1 / rate) * rate - 1) > 1e-12:
+        raise ValueError(
+            f"Expected sampling_rate to be one over the number of bins, got {rate!r}: every record "
+            f"is in one of them. Use 1/{round(1 / rate)}."
+        )
+    return rate
 
 
 def batches_per_pass(batch_size: int, dataset_size: int, sampling_rate: float | None) -> int:
@@ -119,6 +134,8 @@ class DealtEvent(PlainEvent):
     @property
     def sampling_probability(self) -> float:
         """q: the probability that a batch drawn at random holds a given record."""
+        if self.batch_order in BINS:
+            return 1 / self.batches_per_epoch
         if self.sampling_rate is not None:
             return self.sampling_rate
         return self.batch_size / self.dataset_size

@@ -24,6 +24,7 @@ from scipy import stats
 from hidden_state_accountants import validate
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import (
+    OF_RANDOM_SIZE,
     BatchOrder,
     DealtEvent,
     parse_batch_order,
@@ -79,11 +80,12 @@ class LastIterateDpEvent(DealtEvent):
         domain_diameter: Diameter (twice the radius of a ball) of the convex set that contains x_0
             and on which every iterate is projected.
         release_steps: The steps (1..T-1) after which the iterate is released as well.
-        sampling_rate: POISSON only: the probability with which every record joins every batch; None
-            is batch_size / dataset_size. Loaders round: 60,000 records in batches of 64 make 938
-            batches, which Opacus draws at a rate of 1/938 and divides by int(60,000 / 938) = 63.
-        max_batch_size: POISSON only: the loader drops records, uniformly, beyond this size. A
-            record can then displace another one, which costs a little extra delta.
+        sampling_rate: POISSON and balls in bins only: the probability with which every record joins
+            every batch (of balls in bins: one over their number); None is batch_size /
+            dataset_size. Loaders round: 60,000 records in batches of 64 make 938 batches, which
+            Opacus draws at a rate of 1/938 and divides by int(60,000 / 938) = 63.
+        max_batch_size: POISSON and balls in bins only: the loader drops records, uniformly, beyond
+            this size. A record can then displace another one, which costs a little extra delta.
         record_position: CYCLIC only: the index, within the epoch, of the batch that holds the
             record in question; None is the worst. All figures are then about the records of that
             batch only, and say so: those of other batches may have a much larger epsilon.
@@ -169,10 +171,10 @@ class LastIterateDpEvent(DealtEvent):
 
     def _check_batches(self) -> None:
         order = self.batch_order
-        if self.max_batch_size is not None and order is not BatchOrder.POISSON:
+        if self.max_batch_size is not None and order not in OF_RANDOM_SIZE:
             raise ValueError(
                 f"Expected max_batch_size = None for {order.name} batches, "
-                f"got {self.max_batch_size!r}. Only POISSON batches vary in size."
+                f"got {self.max_batch_size!r}. Only POISSON batches and balls in bins vary in size."
             )
         if self.record_position is not None:
             if order is not BatchOrder.CYCLIC:
@@ -283,6 +285,7 @@ class LastIterateDpEvent(DealtEvent):
         if self.record_position is not None:
             validate.one_position(self.records, for_one_position)
         noise = self._noise_over_sensitivity(relation)
+        self._check_cap(relation)
         if order is BatchOrder.POISSON:
             self._check_poisson_composition(relation)
         elif order is not BatchOrder.WITHOUT_REPLACEMENT:
@@ -307,7 +310,10 @@ class LastIterateDpEvent(DealtEvent):
         )
 
     def _composed_of_fixed_batches(self, noise: np.ndarray) -> dp_accounting.DpEvent:
-        """The steps that hold one record, which every epoch deals to one of its batches."""
+        """The steps that hold one record, which every epoch deals to one of its batches.
+
+        Which one is revealed where it is random.
+        """
         num_steps, period = self.num_steps, self.batches_per_epoch
         position = self.record_position  # None is the worst
         if not self.has_schedules:
@@ -322,7 +328,7 @@ class LastIterateDpEvent(DealtEvent):
         with np.errstate(divide="ignore"):
             padded[:num_steps] = noise**-2.0
         epochs = padded.reshape(-1, period)
-        if self.batch_order is BatchOrder.RESHUFFLED:
+        if self.batch_order in (BatchOrder.RESHUFFLED, BatchOrder.BALLS_IN_BINS_REDRAWN):
             mu_squared = float(epochs.max(axis=1).sum())
         else:
             by_position = epochs.sum(axis=0)
@@ -339,12 +345,14 @@ class LastIterateDpEvent(DealtEvent):
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(acts, self.noise_std_on_sum() / sensitivity, np.inf)
 
-    def _check_poisson_composition(self, relation: NeighboringRelation) -> None:
+    def _check_cap(self, relation: NeighboringRelation) -> None:
         if self.cap_delta(relation) > 0:
             raise UnsupportedRunError(
                 f"No standard event covers batches that are cut at max_batch_size = "
                 f"{self.max_batch_size}: there a record can displace another one."
             )
+
+    def _check_poisson_composition(self, relation: NeighboringRelation) -> None:
         if relation is NeighboringRelation.REPLACE_ONE:
             raise UnsupportedRunError(
                 "No standard event that every dp-accounting version evaluates is proven to "
@@ -362,11 +370,15 @@ class LastIterateDpEvent(DealtEvent):
         return self.overfull_delta(relation, self.max_batch_size)
 
     def overfull_delta(self, relation: NeighboringRelation | str, most_terms: int) -> float:
-        """Bounds the probability that a POISSON batch with the record ever exceeds `most_terms`.
+        """Bounds the probability that a batch with the record could ever exceed `most_terms`.
 
-        T * P(Binomial(n - 1, q) >= most_terms), n the size of the larger data set, q the rate.
+        That is, batches * P(Binomial(n - 1, q) >= most_terms), n the size of the larger data set, q
+        the rate: of POISSON batches and balls in bins. One draw of the bins has l batches.
         """
         adds = validate.neighboring_relation(relation) is NeighboringRelation.ADD_OR_REMOVE_ONE
         others = self.dataset_size - (not adds)
         tail = stats.binom.sf(most_terms - 1, others, self.sampling_probability)
-        return min(1.0, self.num_steps * float(tail))
+        batches = self.num_steps
+        if self.batch_order is BatchOrder.BALLS_IN_BINS:
+            batches = min(batches, self.batches_per_epoch)
+        return min(1.0, batches * float(tail))

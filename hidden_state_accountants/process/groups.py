@@ -13,7 +13,7 @@ import dp_accounting
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE, BatchOrder
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -115,7 +115,7 @@ def _loss_between(
     if loss.kind is not LossKind.STRONGLY_CONVEX or relation is _REPLACE_ONE:
         return loss
     # A record without gradient is convex, and not strongly; the mean of a batch is less so.
-    has_fixed_size = relation is _REPLACE_SPECIAL and event.batch_order is not BatchOrder.POISSON
+    has_fixed_size = relation is _REPLACE_SPECIAL and event.batch_order not in OF_RANDOM_SIZE
     left = (1 - changed) * loss.strong_convexity if has_fixed_size else 0.0
     if left > 0:
         return attrs.evolve(loss, strong_convexity=left)

@@ -19,7 +19,12 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder
+from hidden_state_accountants.events.batch_order import (
+    BINS,
+    EPOCH_ORDERS,
+    OF_RANDOM_SIZE,
+    BatchOrder,
+)
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.schedule import same_in_all_steps
@@ -250,8 +255,8 @@ def noisy_process(
     Args:
         event: The run.
         relation: The neighbouring relation.
-        most_terms: The largest number of gradients that a POISSON batch may sum, for which and for
-            every smaller one the contraction holds; `batch_size` by default.
+        most_terms: The largest number of gradients that a batch of random size may sum, for which
+            and for every smaller one the contraction holds; `batch_size` by default.
         is_linear: As for `unmet_conditions`. The contraction of a Hölder gradient is infinite.
 
     Raises:
@@ -260,7 +265,7 @@ def noisy_process(
     unmet = unmet_conditions(event, relation, tuple(BatchOrder), is_linear=is_linear)
     if unmet:
         raise UnsupportedRunError("; ".join(map(str, unmet)))
-    period = event.batches_per_epoch if event.batch_order in EPOCH_ORDERS else 1
+    period = event.batches_per_epoch if event.batch_order in (*EPOCH_ORDERS, *BINS) else 1
     last = event.record_position
     positions = range(min(period, event.num_steps)) if last is None else (last,)
     num_steps, release_steps = event.num_steps, event.release_steps
@@ -282,7 +287,7 @@ def noisy_process(
     terms = 2 * most_terms
     if event.loss.curvature is not None:
         contraction = np.minimum(contraction, _of_curvature(event, relation, event.loss.curvature))
-    if event.batch_order is BatchOrder.POISSON:
+    if event.batch_order in OF_RANDOM_SIZE:
         contraction = np.maximum(contraction, np.abs(1 - eta * decay))
     elif relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
         terms += 1  # the neighbour's full batch may hold b + 1 records
@@ -318,7 +323,7 @@ def _of_curvature(
     """The modulus if the mean loss of every batch is that curved; inf where it has none."""
     loss = event.loss
     assert loss is not None
-    if event.batch_order is BatchOrder.POISSON:  # the sizes of batches enter it
+    if event.batch_order in OF_RANDOM_SIZE:  # the sizes of batches enter it
         return np.full(event.num_steps, np.inf)
     strong_convexity = loss.strong_convexity
     if relation is not NeighboringRelation.REPLACE_ONE:

@@ -20,7 +20,7 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import with_changes
 from hidden_state_accountants.best_bound import best_guarantee, check_covered
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE, BatchOrder
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -148,7 +148,7 @@ class Run(abc.ABC):
         if rows is None:
             if cap is not None or order in (BatchOrder.FULL, BatchOrder.CYCLIC):
                 raise TypeError(f"Expected the rows of {order.name} batches, got None.")
-        elif order is not BatchOrder.POISSON:
+        elif order not in OF_RANDOM_SIZE:
             if rows != own.batch_size:
                 raise UnsupportedRunError(
                     f"{where} used {rows} rows, expected batch_size = {own.batch_size}. Drop the "

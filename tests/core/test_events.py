@@ -129,7 +129,7 @@ def test_string_orders_and_releases_are_canonical():
         ({"release_steps": (25,)}, ValueError, "release_steps <= 24"),
         ({"release_steps": 5}, TypeError, "sequence of steps"),
         ({"release_steps": (1.5,)}, TypeError, "release_steps"),
-        ({"max_batch_size": 9}, ValueError, "Only POISSON batches vary"),
+        ({"max_batch_size": 9}, ValueError, "Only POISSON batches and balls in bins vary"),
         ({"sampling_rate": 0.25}, ValueError, "sampling_rate = None for CYCLIC batches, got 0.25"),
         ({"batch_order": "poisson", "sampling_rate": 0}, ValueError, "sampling_rate > 0"),
         ({"batch_order": "poisson", "sampling_rate": 1.1}, ValueError, "sampling_rate <= 1, got 1"),

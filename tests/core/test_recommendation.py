@@ -8,6 +8,7 @@ from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
+from hidden_state_accountants.bounds.balls_in_bins import _process
 from hidden_state_accountants.calibration import gaussian_log_mu
 
 COMPOSED = (BatchOrder.FULL, BatchOrder.POISSON)
@@ -267,3 +268,16 @@ def test_momentum_is_for_full_batches_alone():
         assert (candidate.momentum > 0) == is_full
         assert candidate.to_dict()["momentum"] == candidate.momentum
         assert 0.99 * 8 < candidate.guarantee().epsilon(1e-5) <= 8
+
+
+def test_balls_in_bins_are_recommended_where_they_are_named():
+    """A batch of more records acts at a larger rate, which the smoothing is for."""
+    best = hsa.recommend(20_000, epsilon=1.0, delta=1e-5, orders=["balls_in_bins"], epochs=16).best
+    event = best.event
+    assert event.batch_order is hsa.BatchOrder.BALLS_IN_BINS
+    assert event.dataset_size == 20_000
+    accountant = hsa.LastIterateAccountant().compose(event)
+    assert 0.98 < accountant.get_epsilon(1e-5) <= 1
+    assert accountant.guarantee.theorem.startswith("Theorem E")
+    process = _process(event, NeighboringRelation.REPLACE_SPECIAL)[0]
+    assert process.contraction.max() <= 1

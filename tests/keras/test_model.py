@@ -27,7 +27,8 @@ from hidden_state_adapters.tf_privacy.head_losses import RowLosses
 
 layers, losses = tf.keras.layers, tf.keras.losses
 RECORDS, FEATURES, CLASSES, BATCH = 24, 4, 3, 6
-ORDERS = ("poisson", "cyclic", "reshuffled", "shuffled_once", "without_replacement", "full")
+BINS = ("balls_in_bins", "balls_in_bins_redrawn")
+ORDERS = ("poisson", "cyclic", "reshuffled", "shuffled_once", "without_replacement", "full", *BINS)
 AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
 
 

@@ -31,6 +31,18 @@ class Mutation:
 # By file and test: its name, the passage, and what replaces it.
 _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "../adapters/hidden_state_adapters/batch_plans.py": {
+        "opacus/test_batch_plans.py::test_bins_of_uneven_numbers_are_uniform": {
+            "the_first_bins_are_a_little_likelier": (
+                "while len(again := np.flatnonzero(words > last)):",
+                "while len(again := np.flatnonzero(words < 0)):",
+            ),
+        },
+        "opacus/test_batch_plans.py::test_balls_in_bins_are_independent_and_uniform": {
+            "every_epoch_has_the_bins_of_the_first_one": (
+                "return (0 if self._is_one_draw else epoch), batch",
+                "return 0, batch",
+            ),
+        },
         "keras/test_model_attacks.py::test_secret_batches_are_drawn_by_the_operating_system": {
             "every_epoch_has_the_order_of_the_first_one": (
                 "        if epoch != self._epoch:\n            assert",
@@ -663,6 +675,16 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
     },
     "bounds/composition.py": {
+        "theorems/test_balls_in_bins.py": {
+            "every_epoch_of_one_draw_has_a_draw_of_its_own": (
+                "    if event.batch_order is BatchOrder.BALLS_IN_BINS:\n        epochs",
+                "    if False:\n        epochs",
+            ),
+            "bins_count_as_the_mean_one": (
+                "_levels(np.sqrt(epochs.max(axis=1)))",
+                "_levels(np.sqrt(epochs.mean(axis=1)))",
+            ),
+        },
         "core/test_engine_details.py": {
             "cap_costs_no_delta": (
                 "extra = event.cap_delta(relation)",
@@ -1217,6 +1239,34 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
+    "bounds/balls_in_bins.py": {
+        "theorems/test_balls_in_bins.py": {
+            "a_record_that_is_zeroed_moves_half_as_much": (
+                "process.sensitivity / (1 + is_replaced)",
+                "process.sensitivity / 2",
+            ),
+            "all_bins_hold_b_records": (
+                "largest = largest_size(event, relation, _FAILURE)",
+                "largest = event.batch_size",
+            ),
+            "bins_that_are_cut_cost_nothing": (
+                "return likely, event.overfull_delta(relation, largest)",
+                "return likely, 0.0",
+            ),
+        },
+    },
+    "curves/balls_in_bins.py": {
+        "theorems/test_balls_in_bins.py": {
+            "masses_are_moved_to_the_smaller_node": (
+                "to_the_right = np.clip((mean - nodes[:-1] * mass) / np.diff(nodes), 0.0, mass)",
+                "to_the_right = 0.0 * mass",
+            ),
+            "no_record_is_as_far_from_one_as_from_the_other": (
+                "bounds = first + np.exp(x) * second",
+                "bounds = first + 0.0 * second",
+            ),
+        },
+    },
     "curves/hidden_mixture.py": {
         "theorems/test_hidden_mixture.py": {
             "the_smaller_order_of_a_hidden_mixture": (
@@ -1230,10 +1280,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             "an_infinite_distance_costs_nothing": (
                 "delta = self._lost + _above(weights, mus, y)",
                 "delta = _above(weights, mus, y)",
-            ),
-            "a_threshold_that_is_rounded_to_the_nearest": (
-                "while excess(root) > 0:",
-                "while excess(root) > 1e-9:",
             ),
             "patterns_that_are_unlikely_given_the_outcome_count_as_if_likely": (
                 "terms = np.where(logs < 0, logs + divergences, above)",
@@ -1437,7 +1483,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "core/test_engine_details.py": {
             "cap_delta_of_one_step": (
-                "min(1.0, self.num_steps * float(tail))",
+                "min(1.0, batches * float(tail))",
                 "min(1.0, float(tail))",
             ),
             "cap_delta_off_by_one": (
@@ -1659,7 +1705,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "left = (1 - 0 * changed) * loss.strong_convexity",
             ),
             "random_batches_have_a_fixed_number_of_curved_terms": (
-                "relation is _REPLACE_SPECIAL and event.batch_order is not BatchOrder.POISSON",
+                "relation is _REPLACE_SPECIAL and event.batch_order not in OF_RANDOM_SIZE",
                 "relation is _REPLACE_SPECIAL",
             ),
             "curvature_holds_for_all_data_sets_between_two": (
@@ -1779,7 +1825,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "theorems/test_curvature.py": {
             "curvature_of_batches_that_vary_in_size": (
-                "if event.batch_order is BatchOrder.POISSON:  # the sizes of batches enter it",
+                "if event.batch_order in OF_RANDOM_SIZE:  # the sizes of batches enter it",
                 "if event.batch_order is None:",
             ),
             "curvature_inside_an_active_clip": (

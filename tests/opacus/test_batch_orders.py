@@ -25,7 +25,10 @@ from hidden_state_adapters.opacus import (
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 DELTA = 1e-5
-ORDERS = ["cyclic", "full", "shuffled_once", "reshuffled", "without_replacement", "poisson"]
+BINS = ["balls_in_bins", "balls_in_bins_redrawn"]
+ORDERS = [
+    "cyclic", "full", "shuffled_once", "reshuffled", "without_replacement", "poisson", *BINS,
+]  # fmt: skip
 SECRET = ORDERS[2:]
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -88,12 +91,12 @@ def test_batches_hold_the_records_of_the_plan(make_run, order, workers):
             used.append(indices(features))
             run.step((features, labels))
     assert run.steps == len(used) == 12
-    if order != "poisson":
+    if order not in ("poisson", *BINS):
         assert {len(batch) for batch in used} == {10}
-    if order in ("shuffled_once", "reshuffled"):
+    if order in ("shuffled_once", "reshuffled", *BINS):
         first, second = flat(used[:6]), flat(used[6:])
         assert sorted(first) == sorted(second) == list(range(60))
-        assert (first == second) == (order == "shuffled_once")
+        assert (used[:6] == used[6:]) == (order in ("shuffled_once", "balls_in_bins"))
         assert first != sorted(first)
     else:
         assert all(len(set(batch)) == len(batch) for batch in used)
@@ -171,6 +174,38 @@ def test_a_cap_on_poisson_batches(make_run):
     exact = hsa.LastIterateAccountant().compose(expected).get_epsilon(DELTA)
     assert run.engine.get_epsilon(DELTA) == pytest.approx(exact, rel=1e-12)
     assert exact < math.inf
+
+
+@pytest.mark.parametrize("order", BINS)
+def test_a_cap_and_empty_batches_of_balls_in_bins(make_run, order):
+    run = make_run(
+        batch_order=Batches(order, max_batch_size=2), loader={"batch_size": 1},
+        noise_multiplier=4.0,
+    )  # fmt: skip
+    plan = run.optimizer.run.plan
+    run.epoch()
+    sizes = [plan.num_rows(step) for step in range(60)]
+    assert run.steps == 60
+    assert (min(sizes), max(sizes)) == (0, 2)
+    changes = {"max_batch_size": 2, "batch_size": 1, "num_steps": 60}
+    assert run.engine.privacy_event == event(order, **changes)
+    assert run.engine.get_epsilon(DELTA) == math.inf  # the cap acts too often
+
+
+def test_balls_in_bins_with_add_or_remove(make_run):
+    engine = HiddenStatePrivacyEngine(neighboring_relation=ADD_OR_REMOVE)
+    batches = Batches("balls_in_bins_redrawn", sampling_rate=1 / 7, batch_size=8)
+    run = make_run(engine=engine, batch_order=batches, loss_geometry=None)
+    assert len(run.loader) == 7
+    run.epoch()
+    own = run.engine.privacy_event
+    assert (own.batch_size, own.batches_per_epoch, own.num_steps) == (8, 7, 7)
+    expected = hsa.LastIterateAccountant(ADD_OR_REMOVE).compose(own).get_epsilon(DELTA)
+    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(hsa.UnsupportedRunError, match="constant rate and divisor"):
+        make_run(engine=engine, batch_order="balls_in_bins", loss_geometry=None)
+    with pytest.raises(ValueError, match="Use 1/3"):
+        Batches("balls_in_bins", sampling_rate=0.3, batch_size=8)
 
 
 def without_a_record(run, features, labels):

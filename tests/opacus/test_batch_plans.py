@@ -17,6 +17,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
 from hidden_state_adapters import batch_plans
 from hidden_state_adapters.batch_plans import (
+    BinsPlan,
     FixedPlan,
     RandomKeys,
     ReshuffledPlan,
@@ -45,18 +46,29 @@ def poisson(seed=None, records=RECORDS, b=2, cap=None):
     return SampledPlan(records, b, BatchOrder.POISSON, RandomKeys(seed), cap)
 
 
-SECRET = [shuffled, reshuffled, subsets, poisson]
+def bins(seed=None, records=RECORDS, b=2, cap=None):
+    return BinsPlan(records, b, BatchOrder.BALLS_IN_BINS, RandomKeys(seed), cap)
 
 
-@pytest.mark.parametrize("make", [shuffled, reshuffled])
+def redrawn(seed=None, records=RECORDS, b=2, cap=None):
+    return BinsPlan(records, b, BatchOrder.BALLS_IN_BINS_REDRAWN, RandomKeys(seed), cap)
+
+
+SECRET = [shuffled, reshuffled, subsets, poisson, bins, redrawn]
+
+
+@pytest.mark.parametrize("make", [shuffled, reshuffled, bins, redrawn])
 def test_an_epoch_holds_every_record_once(make):
     plan = make()
     assert plan.num_batches == 3
     for epoch in range(4):
         batches = [plan.batch(3 * epoch + k) for k in range(3)]
         assert sorted(itertools.chain.from_iterable(batches)) == sorted(RECORDS)
-        assert [len(batch) for batch in batches] == [2, 2, 2]
-        if make is shuffled:
+        sizes = [len(batch) for batch in batches]
+        assert sizes == [plan.num_rows(3 * epoch + k) for k in range(3)]
+        if make in (shuffled, reshuffled):
+            assert sizes == [2, 2, 2]
+        if make in (shuffled, bins):
             assert batches == [plan.batch(k) for k in range(3)]
 
 
@@ -101,6 +113,73 @@ def test_poisson_batches_are_independent_coins():
     expected = {key: (1 / 3) ** len(key) * (2 / 3) ** (3 - len(key)) * 27_000 for key in drawn}
     assert len(drawn) == 8
     assert stats.chisquare(list(drawn.values()), list(expected.values())).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("make", [bins, redrawn])
+def test_balls_in_bins_are_independent_and_uniform(make):
+    """All 27 ways of three balls; of draws of two epochs only those of one draw are the same."""
+    drawn, same = collections.Counter(), 0
+    plan = redrawn(seed=5, records=range(3), b=1)
+    for number in range(5_400):
+        if make is bins:
+            plan = bins(seed=number, records=range(3), b=1)
+        first = number * 6
+        ways = [tuple(tuple(plan.batch(first + e + k)) for k in range(3)) for e in (0, 3)]
+        plan.start_pass(first + 6)
+        drawn[ways[0]] += 1
+        same += ways[0] == ways[1]
+    assert len(drawn) == 27
+    assert uniform_p_value(drawn) > 1e-4
+    expected = 5_400 if make is bins else 200
+    assert abs(same - expected) < 80
+
+
+def test_bins_of_uneven_numbers_are_uniform(monkeypatch):
+    """Integers above the last multiple of the number of bins are drawn again."""
+    keys = RandomKeys(8)
+    words = iter([[2**64 - 1, 5, 2**64 - 1], [2**64 - 1, 7], [9]])
+    monkeypatch.setattr(RandomKeys, "_words", lambda *_: np.array(next(words), dtype=np.uint64))
+    assert keys.bins(0, 3, 3).tolist() == [0, 2, 1]
+
+
+@pytest.mark.parametrize("make", [bins, redrawn])
+def test_bins_beyond_the_cap_lose_a_uniform_subset(make):
+    kept = collections.Counter()
+    for seed in range(1_000):
+        plan = make(seed=seed, records=range(4), b=4, cap=2)  # one bin
+        kept[tuple(sorted(plan.batch(0)))] += 1
+        assert plan.num_rows(0) == 2
+    assert len(kept) == 6
+    assert uniform_p_value(kept) > 1e-4
+
+
+def test_bins_are_drawn_in_time_and_memory_of_the_records():
+    plan = bins(records=range(1_000_000), b=1_000)
+    tracemalloc.start()
+    sizes = [len(plan.batch(k)) for k in range(1_000)]
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sum(sizes) == 1_000_000
+    assert 800 < min(sizes) < 1_000 < max(sizes) < 1_200
+    assert peak < 60e6
+
+
+@pytest.mark.parametrize("make", [bins, redrawn])
+def test_bins_go_on_where_they_stopped(make):
+    plan = make(records=range(20), b=5)
+    assert not plan.why_not_resumable(0)
+    for k in range(6):
+        plan.batch(k)
+    assert "batches" in plan.why_not_resumable(6)
+    assert bool(plan.why_not_resumable(8)) == (make is bins)
+    again = make(records=range(20), b=5)
+    again.load_private_state(plan.private_state(6))
+    assert not make(seed=1).why_not_resumable(1)
+    damaged = plan.private_state(6)
+    found = next(iter(damaged["draws"].values()))
+    found[0] = [*found[0], 20]
+    with pytest.raises(ValueError, match="unknown records"):
+        again.load_private_state(damaged)
 
 
 def weights_of(law):
@@ -229,7 +308,14 @@ def test_private_state_goes_on_with_the_same_batches(make, step):
         plan.batch(k)
     other = make()
     other.load_private_state(plan.private_state(step))
-    drawn = {subsets: 1, poisson: 1, reshuffled: 3 - step % 3, shuffled: 6}[make]
+    drawn = {
+        subsets: 1,
+        poisson: 1,
+        reshuffled: 3 - step % 3,
+        shuffled: 6,
+        bins: 6,
+        redrawn: 3 - step % 3,
+    }[make]
     steps = range(step, step + drawn)
     assert [other.batch(k) for k in steps] == [plan.batch(k) for k in steps]
     for name in ("order", "batches"):

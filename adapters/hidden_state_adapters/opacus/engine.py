@@ -170,8 +170,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 batch_order: "poisson", Opacus' own and the default (every record by itself in every
                 step with the same probability); "cyclic"; "full" (all records in every batch);
                 "shuffled_once" (one random order for all epochs), "reshuffled" (a new one in every
-                epoch) or "without_replacement" (b random records in every step). All but "cyclic"
-                and "full" are drawn here and have to stay secret. `Batches` adds a seed, a cap, or
+                epoch); "balls_in_bins" (every record by itself in one of the batches of an epoch,
+                drawn once) or "balls_in_bins_redrawn" (for every epoch); "without_replacement" (b
+                random records in every step). All but "cyclic" and "full" are drawn here and have
+                to stay secret. `Batches` adds a seed, a cap, or
                 a constant rate and divisor.
                 (poisson_sampling=False without it means what the loader does.)
 

@@ -9,8 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_accountants.events.batch_order import BINS
 from hidden_state_adapters.batch_plans import (
     BatchPlan,
+    BinsPlan,
     FixedPlan,
     RandomKeys,
     ReshuffledPlan,
@@ -71,7 +73,7 @@ def plan_of(
         order: The batch order that is accounted.
         examples: Their number.
         batch_size: b, a multiple of m; FULL has one batch of all examples, whatever it is.
-        max_batch_size: The cap of POISSON batches, or None.
+        max_batch_size: The cap of POISSON batches and balls in bins, or None.
         drop_remainder: Leaves out the last examples that do not fill a batch of an order with equal
             batches, or a microbatch.
         microbatch: m, the examples of a record.
@@ -104,9 +106,11 @@ def plan_of(
             f"Expected batch_size <= {examples}, the number of examples, got {batch_size}. Lower "
             "it."
         )
+    cap = None if max_batch_size is None else max_batch_size // microbatch
+    if order in BINS:
+        return BinsPlan(records, batch_size // microbatch, order, keys, cap)
     if order is BatchOrder.POISSON:
         number = -(-len(records) // (batch_size // microbatch))
-        cap = None if max_batch_size is None else max_batch_size // microbatch
         return poisson_plan(records, number, keys, cap)
     if order is BatchOrder.WITHOUT_REPLACEMENT:
         return SampledPlan(records, batch_size // microbatch, order, keys)

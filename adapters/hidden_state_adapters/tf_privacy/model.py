@@ -455,10 +455,11 @@ class HiddenStateModel(PrivateTraining):
             their number was fixed in advance is checked. Without it that is checked for a run of
             one call of fit, whose epochs say it.
         batch_order: A `BatchOrder` or its value: "poisson", "cyclic", "reshuffled",
-            "shuffled_once", "without_replacement" or "full". None for "poisson", and for "cyclic"
-            if it is compiled with one of the optimizers that have noise.
-        max_batch_size: Of Poisson batches: beyond it examples are left out, uniformly, which is
-            accounted.
+            "shuffled_once", "balls_in_bins", "balls_in_bins_redrawn", "without_replacement" or
+            "full". None for "poisson", and for "cyclic" if it is compiled with one of the
+            optimizers that have noise.
+        max_batch_size: Of Poisson batches and balls in bins: beyond it examples are left out,
+            uniformly, which is accounted.
         sampling_rate: Constant probability with which an example joins a Poisson batch, for
             ADD_OR_REMOVE_ONE, which hides the number of examples: an epoch then has 1/sampling_rate
             steps, rounded up, each of which divides by the batch_size of fit. None computes rate

@@ -18,6 +18,7 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     validate,
 )
+from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.calibration import calibrate_noise_after
@@ -299,7 +300,7 @@ class PrivateRun(Figures):
         self.steps_per_epoch = number or self.plan.num_batches
         self._replicas = 1 if strategy is None else strategy.num_replicas_in_sync
         fewest = max(FEWEST_ROWS, self._replicas)
-        self.is_padded = settings.order is BatchOrder.POISSON or self.plan.batch_size < fewest
+        self.is_padded = settings.order in OF_RANDOM_SIZE or self.plan.batch_size < fewest
         self._multiple = multiple_of_sizes(
             is_compiled=uses_xla and self.is_padded, expected=self.plan.batch_size
         )
@@ -501,7 +502,7 @@ class PrivateRun(Figures):
     def _features(self) -> Iterator[tf.Tensor] | None:
         """Those of every batch of an epoch; None if every epoch has others."""
         if not isinstance(self.plan, FixedPlan):
-            return iter(()) if self.plan.order is BatchOrder.POISSON else None
+            return iter(()) if self.plan.order in OF_RANDOM_SIZE else None
         taken = self._examples.taken
         return (
             self._one_by_one(taken(tf.constant(self.plan.batch(step), tf.int64))[0])

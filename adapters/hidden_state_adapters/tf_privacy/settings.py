@@ -17,7 +17,7 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     validate,
 )
-from hidden_state_accountants.events.batch_order import parse_batch_order
+from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE, parse_batch_order
 from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.regulariser import regulariser_or_none
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -242,7 +242,7 @@ class Settings:
         check_scale("l2_norm_clip", clip)
         check_scale("l2_norm_clip * noise_multiplier", clip * noise)
         of_sizes, order = self.max_batch_size, self.order
-        if of_sizes is not None and order is not BatchOrder.POISSON:
+        if of_sizes is not None and order not in OF_RANDOM_SIZE:
             raise UnsupportedRunError(
                 'Expected max_batch_size = None unless batch_order = "poisson", got '
                 f'{of_sizes} with "{order.value}": its batches have one '

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 from scipy import stats
 
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder
+from hidden_state_accountants.events.batch_order import BINS, EPOCH_ORDERS, BatchOrder
 
+_BY_EPOCH = (*EPOCH_ORDERS, *BINS)
 _EXACT_STEPS = 300
 _RATIO = 1.004  # of neighbouring numbers that longer runs round up to
 
@@ -44,9 +45,9 @@ def inclusions(order: BatchOrder, num_steps: int, period: int, rate: float) -> I
         period: Batches per epoch, for the epoch-wise orders.
         rate: The probability of taking part in a step, for POISSON and WITHOUT_REPLACEMENT.
     """
-    if order is BatchOrder.FULL or (order not in EPOCH_ORDERS and rate == 1):
+    if order is BatchOrder.FULL or (order not in _BY_EPOCH and rate == 1):
         return _with_absent([1.0], [num_steps], [num_steps - 1], num_steps)
-    if order in EPOCH_ORDERS:
+    if order in _BY_EPOCH:
         return _by_epoch(order, num_steps, period)
     return _step_by_step(num_steps, rate)
 
@@ -72,7 +73,7 @@ def _by_epoch(order: BatchOrder, num_steps: int, period: int) -> Inclusions:
     position = np.arange(min(period, num_steps))
     share = np.full(len(position), 1 / period)
     after = num_steps - 1 - position
-    if order is not BatchOrder.RESHUFFLED:
+    if order not in (BatchOrder.RESHUFFLED, BatchOrder.BALLS_IN_BINS_REDRAWN):
         count = -(-(num_steps - position) // period)
         law = _with_absent(share, count, after, num_steps)
         in_last = np.append((num_steps - 1 - position) % period == 0, False)

@@ -9,7 +9,8 @@ import torch
 from dp_accounting import NeighboringRelation
 from torch.utils.data import default_collate
 
-from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.data.loader import BatchCursor, tensors_of
 from hidden_state_adapters.opacus.gradients.figures import Figure, all_of, any_of, differ
@@ -89,7 +90,7 @@ class Taken:
             yield Assumption.public("order of the batches")
         if plan.is_secret and plan.is_seeded:
             yield Assumption.declared("seed of the order: random, and nobody else ever knows it")
-        if plan.order is BatchOrder.POISSON:
+        if plan.order in OF_RANDOM_SIZE:
             yield Assumption.declared("the sizes of the batches are shown to nobody")
             if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
                 yield Assumption.declared(
@@ -145,7 +146,7 @@ class Taken:
         self, step: int, index: int | None, expected: int | None
     ) -> UnsupportedRunError:
         used = "no new batch" if index is None else f"batch {index}"
-        empty = " (an empty batch is a step, too)" if self._plan.order is BatchOrder.POISSON else ""
+        empty = " (an empty batch is a step, too)" if self._plan.order in OF_RANDOM_SIZE else ""
         ahead = (
             " This loop fetches ahead, or looked at other batches before this step: what goes into "
             "the model then has to be what the loader delivered, moved, cast or reshaped. "
@@ -208,7 +209,7 @@ class Taken:
         if rows > size or not (self.skips_step or rows == size):
             if self._cursor.was_fetched_ahead and self._batch_of_the_pass() != self.index:
                 raise self._other_batch(piece.step, self._batch_of_the_pass(), self.index)
-            if self._plan.order is BatchOrder.POISSON:  # how many is as secret as which ones
+            if self._plan.order in OF_RANDOM_SIZE:  # how many is as secret as which ones
                 raise UnsupportedRunError(
                     f"step {piece.step} used another number of rows than its batch has. Call the "
                     "model on the batch as the loader made it."

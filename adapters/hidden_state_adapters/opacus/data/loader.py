@@ -19,7 +19,8 @@ from torch.utils.data import (
     default_collate,
 )
 
-from hidden_state_accountants import BatchOrder, UnsupportedRunError
+from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_adapters.batch_plans import BatchPlan
 
 _AT_ONCE = 2  # the batch of the step, and one that is fetched ahead
@@ -360,7 +361,7 @@ def _collate(data_loader: DataLoader, plan: BatchPlan, batch_first: bool) -> Any
     record right here.
     """
     collate = data_loader.collate_fn
-    if plan.order is not BatchOrder.POISSON or isinstance(collate, CollateFnWithEmpty):
+    if plan.order not in OF_RANDOM_SIZE or isinstance(collate, CollateFnWithEmpty):
         return collate
     wrapped = CollateFnWithEmpty(collate, batch_first=batch_first)
     wrapped([data_loader.dataset[plan.records[0]]])

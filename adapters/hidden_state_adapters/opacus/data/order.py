@@ -23,9 +23,15 @@ from torch.utils.data import (
 )
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError, validate
-from hidden_state_accountants.events.batch_order import parse_batch_order, parse_sampling_rate
+from hidden_state_accountants.events.batch_order import (
+    BINS,
+    OF_RANDOM_SIZE,
+    parse_batch_order,
+    parse_sampling_rate,
+)
 from hidden_state_adapters.batch_plans import (
     BatchPlan,
+    BinsPlan,
     FixedPlan,
     RandomKeys,
     ReshuffledPlan,
@@ -52,12 +58,12 @@ class Batches:
         seed: Fixes a random order, which is then known to whoever knows the seed: "shuffled_once"
             is accounted as cyclic, the others are refused.
         seed_is_secret: The seed is random and nobody else will ever know it.
-        max_batch_size: Cap on "poisson" batches: a uniform subset of this size stays. The chance
-            that the cap acts is added to delta.
-        sampling_rate: Constant probability with which a record joins a "poisson" batch; a pass has
-            1/sampling_rate batches, rounded up. Goes with `batch_size`. None takes both from the
-            loader, which computes them from the number of records.
-        batch_size: Constant divisor of the noisy sums of "poisson" batches.
+        max_batch_size: Cap on "poisson" batches and balls in bins: a uniform subset of this size
+            stays. The chance that the cap acts is added to delta.
+        sampling_rate: Constant probability with which a record joins one of those batches; a pass
+            has 1/sampling_rate batches, rounded up. Goes with `batch_size`. None takes both from
+            the loader, which computes them from the number of records.
+        batch_size: Constant divisor of the noisy sums of those batches.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -94,10 +100,11 @@ class Batches:
         order, seed, is_secret = self.order, self.seed, self.seed_is_secret
         if not isinstance(is_secret, bool):
             raise TypeError(f"Expected seed_is_secret to be True or False, got {is_secret!r}.")
-        if self.max_batch_size is not None and order is not BatchOrder.POISSON:
+        if self.max_batch_size is not None and order not in OF_RANDOM_SIZE:
             raise ValueError(
                 f'Expected max_batch_size = None with batch_order="{order.value}", got '
-                f"{self.max_batch_size}: only Poisson batches vary in size. Leave it out."
+                f"{self.max_batch_size}: only Poisson batches and balls in bins vary in size. "
+                "Leave it out."
             )
         if seed is None:
             if is_secret:
@@ -160,6 +167,11 @@ def plan_batches(
     keys = RandomKeys(seed, secret if seed is None else None)
     if batch_order is BatchOrder.POISSON:
         return _poisson_plan(data_loader, records, keys, batches)
+    if batch_order in BINS:
+        divisor = batches.batch_size or min(batch_size, size)
+        return BinsPlan(
+            records, divisor, batch_order, keys, batches.max_batch_size, batches.sampling_rate
+        )
     if batch_order is BatchOrder.WITHOUT_REPLACEMENT:
         return SampledPlan(records, batch_size, batch_order, keys)
     records = _equal_batches(data_loader, records, batch_size, batch_order)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hidden_state_accountants import Assumption, BatchOrder, LossGeometry, UnsupportedRunError
+from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_adapters.curved_batches import (
     ROUNDING,
     checked_curvature,
@@ -18,7 +19,7 @@ from hidden_state_adapters.opacus.gradients.piece import Piece
 
 def uses_curvature(loss: LossGeometry | None, order: BatchOrder) -> bool:
     """Whether a theorem uses that batches are less curved than records (not of POISSON ones)."""
-    return curvature_matters(loss) and order is not BatchOrder.POISSON
+    return curvature_matters(loss) and order not in OF_RANDOM_SIZE
 
 
 class BatchCurvature:

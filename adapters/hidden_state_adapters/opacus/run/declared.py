@@ -14,11 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from hidden_state_accountants import (
-    BatchOrder,
     LossGeometry,
     UnsupportedRunError,
     validate,
 )
+from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import criteria
 from hidden_state_adapters.opacus.criteria import KnownCriterion
@@ -193,7 +193,7 @@ class DeclaredRun:
                     f"{loss}: how curved a batch is shows in no part of it. Leave the curvature "
                     "out, or train in one process."
                 )
-            if plan.batch_size < group.size and plan.order is not BatchOrder.POISSON:
+            if plan.batch_size < group.size and plan.order not in OF_RANDOM_SIZE:
                 raise UnsupportedRunError(
                     f"Expected a batch_size >= {group.size}, the number of processes, got "
                     f"{plan.batch_size}: the batch_size of the DataLoader is that of a step, all "
@@ -230,7 +230,7 @@ def _check_relation(arguments: RunArguments, relation: NeighboringRelation) -> N
     batches, remedy = arguments.batch_order, "Use REPLACE_SPECIAL (a record against one with zero"
     remedy += " gradient), whose figures are the same"
     got = "got ADD_OR_REMOVE_ONE"
-    if batches.order is not BatchOrder.POISSON:
+    if batches.order not in OF_RANDOM_SIZE:
         raise UnsupportedRunError(
             f"Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, {got}: the divisor "
             f"would be the number of records, which is what adding or removing changes. {remedy}."
@@ -239,8 +239,8 @@ def _check_relation(arguments: RunArguments, relation: NeighboringRelation) -> N
         raise UnsupportedRunError(
             f"Expected a constant rate and divisor, {got} with those of the DataLoader: they are "
             "computed from the number of records, which is what adding or removing changes. Pass "
-            'batch_order=Batches("poisson", sampling_rate=q, batch_size=b) with constants that do '
-            f"not depend on the records. {remedy} where that number is public."
+            f'batch_order=Batches("{batches.order.value}", sampling_rate=q, batch_size=b) with '
+            f"constants that do not depend on the records. {remedy} where that number is public."
         )
     if batches.max_batch_size is not None or (
         arguments.loss_geometry is not None and arguments.mechanism is None
@@ -248,7 +248,7 @@ def _check_relation(arguments: RunArguments, relation: NeighboringRelation) -> N
         name = "loss_geometry (or criterion and feature_norm)"
         name = name if batches.max_batch_size is None else "max_batch_size"
         raise UnsupportedRunError(
-            f"Expected {name} = None, {got}: how large Poisson batches become, which epsilon would "
+            f"Expected {name} = None, {got}: how large batches become, which epsilon would "
             "then depend on, follows from the number of records, which is what adding or removing "
             f"changes. Leave it out. {remedy} where that number is public."
         )
