@@ -35,7 +35,6 @@ EAGER_STEPS = 4  # of an epoch
 ROUNDS = 7
 MEASURED = (2, 4, 5, 6)  # the first ones trace
 CLIP_AND_NOISE = {"l2_norm_clip": 1.0, "noise_multiplier": 1.0}
-GROUPING = {"probe 2048 x 100, microbatches of 4": {"num_microbatches": 64}}
 
 
 def probe(features, classes):
@@ -85,7 +84,6 @@ PLAIN_MODES = ("graph, one step", "graph, 32 steps")  # Keras 3 makes one unless
 CASES = {  # name: what is trained, batch size, steps of an epoch, modes
     "probe 512 x 10": (probe(512, 10), 256, 64, tuple(MODES)),
     "probe 2048 x 100": (probe(2048, 100), 256, 16, ("graph", "XLA")),
-    "probe 2048 x 100, microbatches of 4": (probe(2048, 100), 256, 16, ("graph", "XLA")),
     "network 784-256-256-10": (network, 256, 16, ("graph", "XLA")),
     "CNN of the MNIST tutorial": (cnn, 64, 16, MOST_MODES),
     "frozen CNN and a head": (frozen_cnn, 128, 8, ("graph", "PrivateRun")),
@@ -114,25 +112,24 @@ def vectorized():
     return VectorizedDPKerasSGDOptimizer(1.0, 1.0, learning_rate=0.1)
 
 
-def contestants(make, mode, grouping, head=()):
+def contestants(make, mode, head=()):
     """Compiled models: TensorFlow Privacy's, and ours, with what is said of a head."""
     from tensorflow_privacy.privacy.keras_models.dp_keras_model import DPSequential
 
     compile, sgd = MODES[mode], tf.keras.optimizers.legacy.SGD
-    settings = {**CLIP_AND_NOISE, **grouping}
-    ours = HiddenStateSequential(make()[2], **settings, **dict(head))
+    ours = HiddenStateSequential(make()[2], **CLIP_AND_NOISE, **dict(head))
     ours.compile(sgd(0.1), crossentropy(), **compile)
     if mode == "eager":
         theirs = tf.keras.Sequential(make()[2])
         theirs.compile(vectorized(), crossentropy(reduction="none"), **compile)
     else:
-        theirs = DPSequential(use_xla=mode == "XLA", layers=make()[2], **settings)
+        theirs = DPSequential(use_xla=mode == "XLA", layers=make()[2], **CLIP_AND_NOISE)
         pace = compile.get("steps_per_execution")
         theirs.compile(sgd(0.1), crossentropy(), steps_per_execution=pace)
     return theirs, ours
 
 
-def beside_plain(make, mode, grouping):
+def beside_plain(make, mode):
     """Compiled models: a plain one of Keras, and ours."""
     compile = MODES[mode] if mode == "XLA" else {**MODES[mode], "jit_compile": False}
     optimizers = tf.keras.optimizers
@@ -165,7 +162,7 @@ class Loop:
         clock.on_epoch_end(0)
 
 
-def measure(make, batch_size, steps, mode, grouping, models=contestants, head=()):
+def measure(make, batch_size, steps, mode, models=contestants, head=()):
     """CPU seconds of a step of a model: TensorFlow Privacy's, and ours."""
     steps = EAGER_STEPS if mode == "eager" else steps
     x, y = arrays(make, batch_size * steps)
@@ -176,10 +173,10 @@ def measure(make, batch_size, steps, mode, grouping, models=contestants, head=()
         return clock.seconds / steps
 
     if models is beside_plain:
-        return in_turn(epoch_of, models(make, mode, grouping), MEASURED)
-    theirs, ours = models(make, mode, grouping, head)
+        return in_turn(epoch_of, models(make, mode), MEASURED)
+    theirs, ours = models(make, mode, head)
     if mode == "PrivateRun":
-        ours = Loop(make, x, y, batch_size, {**CLIP_AND_NOISE, **grouping, **dict(head)})
+        ours = Loop(make, x, y, batch_size, {**CLIP_AND_NOISE, **dict(head)})
     return in_turn(epoch_of, (theirs, ours), MEASURED)
 
 
@@ -232,17 +229,15 @@ def main():
     if arguments.only == "plain":
         print("| model, batch | mode | plain Keras | ours | ratio |\n|---|---|---|---|---|")
         for name, (make, batch_size, steps, _) in cases.items():
-            for mode in PLAIN_MODES if name not in GROUPING else ():
-                found = measure(make, batch_size, steps, mode, {}, beside_plain)
+            for mode in PLAIN_MODES:
+                found = measure(make, batch_size, steps, mode, beside_plain)
                 print_row(name, batch_size, mode, *found)
         return
     if arguments.only != "optimizers":
         print("| model, batch | mode | TF Privacy | ours | ratio |\n|---|---|---|---|---|")
         for name, (make, batch_size, steps, modes) in cases.items():
             for mode in modes:
-                found = measure(
-                    make, batch_size, steps, mode, GROUPING.get(name, {}), head=HEAD.get(name, ())
-                )
+                found = measure(make, batch_size, steps, mode, head=HEAD.get(name, ()))
                 print_row(name, batch_size, mode, *found)
     if arguments.only != "models":
         print("\n| model, batch | mode | Vectorized | ours | ratio |\n|---|---|---|---|---|")

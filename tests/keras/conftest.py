@@ -100,7 +100,7 @@ def dealt(monkeypatch):
 
     def noted(dealer, step):
         found = deal(dealer, step)
-        batches[step] = found[2][: found[1]]
+        batches[step] = found[1][: found[0]]
         return found
 
     monkeypatch.setattr(owned_batches.Dealer, "deal", noted)

@@ -15,7 +15,7 @@ from keras_dice import CLIP, ERROR_CLIP, FOUR, VARIANTS, batches, compiled, make
 import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy.dice import clip_factor
-from hidden_state_adapters.tf_privacy.rules import joint_norm
+from hidden_state_adapters.tf_privacy.step import joint_norm
 
 pytestmark = pytest.mark.usefixtures("restored_precision")
 

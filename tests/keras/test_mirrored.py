@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "reference" / "keras_mirrored.py"
-SAME = ("linear", "microbatches", "rows_of_poisson_batches", "dice", "one_record", "resumed")
+SAME = ("linear", "rows_of_poisson_batches", "dice", "one_record", "resumed")
 REFUSED = {
     "written": "The trainable variables were changed outside",
     "within_the_scope": "Expected fit outside of strategy.scope()",

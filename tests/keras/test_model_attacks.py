@@ -68,15 +68,6 @@ def test_what_dice_sgd_feeds_back():
     assert found <= model.get_epsilon(DELTA)
 
 
-def test_what_an_example_of_a_microbatch_does():
-    """It turns a clipped mean around, which costs more than a clipped gradient that is gone."""
-    model = fitted(SGD(0.5), num_microbatches=2, batch_order="poisson")
-    event = model.privacy_event
-    found = shown(LinearLosses(), event, ONE)
-    assert epsilon(attrs.evolve(event, is_microbatched=False)) < 0.7 * found
-    assert found <= model.get_epsilon(DELTA)
-
-
 @pytest.mark.parametrize(
     ("order", "draws"),
     [

@@ -62,6 +62,13 @@ def test_arguments(arguments, error, text):
         HiddenStateSequential([layers.Dense(2)], **{**SETTINGS, **arguments})
 
 
+def test_microbatches_of_several_examples():
+    with pytest.raises(hsa.UnsupportedRunError, match=f"num_microbatches = None or {BATCH}, one"):
+        fit(make(num_microbatches=2))
+    fit(one_each := make(num_microbatches=BATCH))
+    assert "without microbatching" in one_each.report(1e-5)
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -229,12 +236,6 @@ def set_momentum(model):
     model.optimizer.clipnorm = 1.0
 
 
-def deal_again(model):
-    """The batch of another step, as a step that something else takes would have it."""
-    log = model._run.steps.step.log
-    log._counts.assign_add([1, 1, 0, 0, 0, 0])
-
-
 def interrupt(model):
     raise KeyboardInterrupt
 
@@ -247,7 +248,6 @@ ENDS = {
     write_moments: "changed outside",
     write_weights: "changed outside",
     set_momentum: "Expected clipnorm = None",
-    deal_again: "not the one that was dealt",
     interrupt: "fit was interrupted",
     stop: "stopped early",
 }

@@ -122,9 +122,9 @@ def test_noise_and_random_batches_are_new(monkeypatch, new_process):
     dealt, deal = [], owned_batches.Dealer.deal
 
     def noted(dealer, step):
-        step, rows, indices = deal(dealer, step)
+        rows, indices = deal(dealer, step)
         dealt.append((int(step), tuple(indices[:rows])))
-        return step, rows, indices
+        return rows, indices
 
     x, y = np.linspace(-1, 1, 96 * FEATURES).reshape(96, FEATURES), np.tile(Y, 8)
     left = saved(fit(make(batch_order="poisson"), x=x, y=y, batch_size=48))

@@ -68,9 +68,11 @@ PAIRS = {
         {"loss_geometry": SOFTMAX},
     ),
     "all of cyclic": (
-        lambda noise: cyclic(noise, 2, learning_rate=SCHEDULE, prox=PROX, projection_radius=3.5),
+        lambda noise: cyclic(
+            noise, BATCH, learning_rate=SCHEDULE, prox=PROX, projection_radius=3.5
+        ),
         lambda: SGD(SCHEDULE),
-        {"num_microbatches": 2, "prox": PROX, "projection_radius": 3.5},
+        {"num_microbatches": BATCH, "prox": PROX, "projection_radius": 3.5},
     ),
     "dice": (
         lambda noise: dice(noise=noise, momentum=0.9, nesterov=True, decay=0.1),
@@ -228,7 +230,7 @@ def test_refusals(optimizer, text):
 def test_what_the_data_has_to_fit():
     with pytest.raises(hsa.UnsupportedRunError, match=r"size = None or 4, .* got 5"):
         fit(make(dice(expected_batch_size=5)))
-    with pytest.raises(hsa.UnsupportedRunError, match="num_microbatches = None with DiceUpdate"):
+    with pytest.raises(hsa.UnsupportedRunError, match="num_microbatches = None or 4"):
         fit(make(dice(num_microbatches=2)))
     with pytest.raises(TypeError, match="compile with an optimizer without noise"):
         fit(make(cyclic()), target_epsilon=1.0, target_delta=1e-5)

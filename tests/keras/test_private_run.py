@@ -184,6 +184,37 @@ class TestEager:
         with pytest.raises(UnsupportedRunError, match="num_steps = 1"):
             run.step()
 
+    @pytest.mark.parametrize(("where", "text"), [("record", "took 2 steps"), ("step", "interrup")])
+    def test_a_step_that_was_interrupted_is_not_forgotten(self, monkeypatch, where, text):
+        """Between the step and its record, or in the step once the variables have moved."""
+
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        run = private_run()
+        run.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                *((run.record, "add") if where == "record" else (run, "_show")), interrupt
+            )
+            with pytest.raises(KeyboardInterrupt):
+                run.step()
+        for act in (run.step, lambda: run.get_epsilon(DELTA)):
+            with pytest.raises(UnsupportedRunError, match=text):
+                act()
+
+    def test_weights_of_an_interrupted_step_are_no_fresh_ones(self, monkeypatch):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        run = private_run()
+        with monkeypatch.context() as patch:
+            patch.setattr(run, "_show", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run.step()
+        with pytest.raises(UnsupportedRunError, match="privacy is known"):
+            private_run(model=run.record.model)
+
     def test_an_interruption_ends_it(self, monkeypatch):
         run = private_run()
         take = run._advance

@@ -14,7 +14,7 @@ from hidden_state_adapters.tf_privacy import (
     HiddenStateSequential,
     cyclic_dataset,
 )
-from hidden_state_adapters.tf_privacy.rules import TENSORFLOW_PROX
+from hidden_state_adapters.tf_privacy.step import TENSORFLOW_PROX
 
 RECORDS, BATCH, DELTA = 40, 10, 1e-5
 

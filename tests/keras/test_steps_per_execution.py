@@ -119,7 +119,7 @@ def test_weights_that_change_between_two_steps_of_one_execution_are_found():
         fit(model)
 
 
-@pytest.mark.parametrize("given", [0, 257, 1.5, "auto"])
+@pytest.mark.parametrize("given", [0, 1.5, "auto"])
 def test_a_number_is_asked_for(given):
     with pytest.raises((TypeError, ValueError), match="steps_per_execution"):
         make(steps_per_execution=given)

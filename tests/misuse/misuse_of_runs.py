@@ -259,8 +259,6 @@ def microbatches(trial):
     """Both examples of a batch are one record."""
     trial.group(1)
     trial.epoch()
-    assert trial.event().is_microbatched
-    return {"num_steps": STEPS}
 
 
 def microbatches_of_one_example(trial):
@@ -271,24 +269,8 @@ def microbatches_of_one_example(trial):
     return {"num_steps": STEPS}
 
 
-def microbatches_of_sorted_arrays(trial):
-    """Who is in a microbatch with whom is no secret."""
-    trial.take_arrays(lambda x, y: (x[(order := y[:, 0].argsort())], y[order]))
-    return microbatches(trial)
-
-
-def microbatches_that_do_not_fill_a_batch(trial):
-    trial.group(2, batch=3)
-    trial.epoch()
-
-
 def more_microbatches_than_examples(trial):
     trial.group(BATCH + 1)
-    trial.epoch()
-
-
-def a_smaller_last_microbatch(trial):
-    trial.group(1, batch=RECORDS - 2)
     trial.epoch()
 
 
@@ -312,41 +294,15 @@ def number_of_records_in_the_divisor(trial):
     trial.epoch()
 
 
-def microbatches_under_add_or_remove(trial):
-    relation = {"neighboring_relation": "add_or_remove_one", "sampling_rate": 0.5}
-    trial.group(1, batch_order="poisson", loss_geometry=None, **relation)
-    trial.epoch()
-
-
-def microbatches_above_the_cap(trial):
-    trial.group(1, batch_order="poisson", max_batch_size=1)
-    trial.epoch()
-
-
-def examples_in_other_microbatches(trial):
-    """Between two calls of fit the arrays are turned around."""
-    trial.group(1)
-    trial.epoch()
-    trial.take_arrays(lambda x, y: (x[::-1], y[::-1]))
-    trial.epoch()
-
-
-def microbatches_of_another_size(trial):
-    trial.group(1)
-    trial.epoch()
-    trial.deal(RECORDS)
-    trial.epoch()
-
-
 def weights_without_bound(trial):
-    """The mean of a microbatch is as long as its weights say."""
-    trial.group(1)
+    """A gradient is as long as its weight says."""
+    trial.group(BATCH)
     trial.weigh([1.0, 2.0])
     trial.epoch()
 
 
 def other_weights_later(trial):
-    trial.group(1, weight_bound=2.0)
+    trial.group(BATCH, weight_bound=2.0)
     trial.weigh([1.0, 2.0])
     trial.epoch()
     trial.weigh([2.0, 1.0])

@@ -651,7 +651,7 @@ OPTIMIZERS = {
     },
     "model": {
         "start": {"learning_rate": 0.5, "noise_multiplier": 2.0, "clip_norm": 1.5},
-        "records": {"learning_rate", "num_microbatches"},
+        "records": {"learning_rate"},
     },
     "model_dice": {
         "start": DICE["start"],

@@ -164,7 +164,6 @@ def compiled(strategy):
 
 CASES = {
     "linear": difference,
-    "microbatches": lambda strategy: difference(strategy, num_microbatches=1),  # of two replicas
     "rows_of_poisson_batches": poisson,
     "dice": lambda strategy: difference(strategy, optimizer=dice),
     "noise": noise,

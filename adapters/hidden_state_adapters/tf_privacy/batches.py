@@ -38,23 +38,23 @@ class Dealer:
     def __init__(self, plan: BatchPlan, multiple: int, period: int):
         self._plan, self._multiple, self.period = plan, multiple, period
 
-    def deal(self, step: int) -> tuple[Any, Any, Any]:
-        """Step, rows, and the examples of the batch filled up with the first one."""
+    def deal(self, step: int) -> tuple[Any, Any]:
+        """Returns the rows of a step, and the examples of its batch filled up with the first."""
         if step % self.period == 0:
             self._plan.start_pass(step)
         chosen = self._plan.batch(step)
         rows = len(chosen)
         indices = np.zeros(filled(rows, self._multiple), np.int64)
         indices[:rows] = chosen
-        return np.int64(step), np.int64(rows), indices
+        return np.int64(rows), indices
 
-    def deal_all(self, first: int, last: int) -> tuple[Any, Any, Any]:
-        """The same of several steps, stacked, with as many indices as the largest batch has."""
-        steps, rows, indices = zip(*map(self.deal, range(first, last)), strict=True)
-        stacked = np.zeros((len(steps), max(map(len, indices))), np.int64)
+    def deal_all(self, first: int, last: int) -> tuple[Any, Any]:
+        """Returns those of several steps, stacked, with as many indices as the largest batch."""
+        rows, indices = zip(*map(self.deal, range(first, last)), strict=True)
+        stacked = np.zeros((len(rows), max(map(len, indices))), np.int64)
         for place, own in zip(stacked, indices, strict=True):
             place[: len(own)] = own
-        return np.array(steps), np.array(rows), stacked
+        return np.array(rows), stacked
 
 
 def plan_of(
@@ -64,7 +64,6 @@ def plan_of(
     *,
     max_batch_size: int | None,
     drop_remainder: bool,
-    microbatch: int = 1,
     sampling_rate: float | None = None,
 ) -> BatchPlan:
     """The batches of a run, drawn by the operating system where they are random.
@@ -72,29 +71,18 @@ def plan_of(
     Args:
         order: The batch order that is accounted.
         examples: Their number.
-        batch_size: b, a multiple of m; FULL has one batch of all examples, whatever it is.
+        batch_size: b; FULL has one batch of all examples, whatever it is.
         max_batch_size: The cap of POISSON batches and balls in bins, or None.
         drop_remainder: Leaves out the last examples that do not fill a batch of an order with equal
-            batches, or a microbatch.
-        microbatch: m, the examples of a record.
+            batches.
         sampling_rate: Constant rate of POISSON batches; None to compute it, and the divisor, from
             the number of examples.
-
-    Returns:
-        A plan of records: its sizes are those in examples over m.
 
     Raises:
         UnsupportedRunError: Equal batches cannot be made.
     """
     keys = RandomKeys()
-    rest = examples % microbatch
-    if rest and not drop_remainder:
-        raise UnsupportedRunError(
-            f"Expected a number of examples that microbatches of {microbatch} divide, got "
-            f"{examples}: the last {rest} would make a smaller one, whose mean weighs more. Pass "
-            "drop_remainder=True to leave them out, or choose another num_microbatches."
-        )
-    records = range(examples // microbatch)
+    records = range(examples)
     if sampling_rate is not None:
         plan = SampledPlan(records, batch_size, order, keys, sampling_rate=sampling_rate)
         plan.dataset_size = max(batch_size, round(batch_size / sampling_rate))
@@ -106,14 +94,12 @@ def plan_of(
             f"Expected batch_size <= {examples}, the number of examples, got {batch_size}. Lower "
             "it."
         )
-    cap = None if max_batch_size is None else max_batch_size // microbatch
     if order in BINS:
-        return BinsPlan(records, batch_size // microbatch, order, keys, cap)
+        return BinsPlan(records, batch_size, order, keys, max_batch_size)
     if order is BatchOrder.POISSON:
-        number = -(-len(records) // (batch_size // microbatch))
-        return poisson_plan(records, number, keys, cap)
+        return poisson_plan(records, -(-examples // batch_size), keys, max_batch_size)
     if order is BatchOrder.WITHOUT_REPLACEMENT:
-        return SampledPlan(records, batch_size // microbatch, order, keys)
+        return SampledPlan(records, batch_size, order, keys)
     used = examples // batch_size * batch_size
     if used != examples:
         if not drop_remainder:
@@ -124,11 +110,12 @@ def plan_of(
                 'batch_order="poisson" (the default) or "without_replacement", which take any '
                 "batch size."
             )
-        records = range(used // microbatch)
-    size = batch_size // microbatch
+        records = range(used)
     if order is BatchOrder.RESHUFFLED:
-        return ReshuffledPlan(records, size, keys)
-    return FixedPlan(records, size, order, keys if order is BatchOrder.SHUFFLED_ONCE else None)
+        return ReshuffledPlan(records, batch_size, keys)
+    return FixedPlan(
+        records, batch_size, order, keys if order is BatchOrder.SHUFFLED_ONCE else None
+    )
 
 
 def multiple_of_sizes(*, is_compiled: bool, expected: int) -> int:

@@ -163,7 +163,7 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
             )
         steps = self._steps_of([v for block in blocks for v in block])
         steps.trains_by(blocks)
-        steps.step.begin()
+        steps.iterate.begin()
         for block in blocks:
             pairs = super()._compute_gradients(loss, list(block), grad_loss, tape)
             self.apply_gradients(pairs, name=name)

@@ -11,17 +11,14 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import BatchOrder, LossGeometry
 from hidden_state_accountants.runs.description import with_every_iterate
-from hidden_state_accountants.runs.run import BlockCoordinateRun, Run, Step
+from hidden_state_accountants.runs.run import BlockCoordinateRun, Run
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.mechanism import Mechanism, as_meant, as_step
+from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule, as_meant
 from hidden_state_adapters.tf_privacy.origins import RunState
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
-from hidden_state_adapters.tf_privacy.step import check_variables
-from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
-from hidden_state_adapters.tf_privacy.update_rule import UpdateRule
+from hidden_state_adapters.tf_privacy.step import StepEntry, Update, check_variables
 
 _DELTA = 1e-5  # where it is asked whether hidden iterates help
 
@@ -101,19 +98,6 @@ def check_blocks(blocks: Blocks, trained: Sequence[Any]) -> None:
         )
 
 
-class BlockRule(PlainSGD):
-    """SGD with a proximal map, and one learning rate: that of the beginning."""
-
-    def __init__(self, *arguments: Any, **options: Any):
-        super().__init__(*arguments, **options)
-        self._first = float(self.rate())
-
-    def problem(self, steps: tf.Tensor) -> tf.Tensor:
-        """Whether the rate is still that."""
-        now, first = tf.cast(self.rate(), tf.float64), tf.constant(self._first, tf.float64)
-        return as_bits({Problem.SETTINGS: tf.equal(now, first)})
-
-
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
 class BlockCoordinateUpdate(UpdateRule):
     r"""Compiles a `HiddenStateModel` with DP-MBCD: lists of variables are updated in turn.
@@ -141,8 +125,8 @@ class BlockCoordinateUpdate(UpdateRule):
         with a `loss_geometry` of the model may profit from hidden states; several blocks cost the
         composition of all updates (docs/papers/block_coordinate.md), as does a run with releases
         before its end.
-      - What the model checks of every step. A step that is refused moves no block. There are
-        figures after whole epochs.
+      - What the model checks of every step. A refused step ends the run. There are figures after
+        whole epochs.
 
     Args:
         optimizer: Plain `SGD` with a constant learning rate eta, without momentum or decay.
@@ -157,8 +141,6 @@ class BlockCoordinateUpdate(UpdateRule):
     Source: Chen & Liu 2025 (arXiv 2407.08233), Algorithm 1, with a constant step size and the
         gradients clipped.
     """
-
-    knows_microbatches = False
 
     def __init__(self, optimizer: Any, blocks: Any = None):
         super().__init__(optimizer)
@@ -183,11 +165,11 @@ class BlockCoordinateUpdate(UpdateRule):
         return {"blocks": self.blocks}
 
 
-class BlockSteps(Mechanism):
+class BlockSteps(Algorithm):
     """The steps of DP-MBCD.
 
     Args:
-        settings: As for `Mechanism`, as the next three.
+        settings: As for `Algorithm`, as the next three.
         update: Of the compiled optimizer.
         plan: The batches.
         variables: Those that are trained.
@@ -214,10 +196,6 @@ class BlockSteps(Mechanism):
         check_blocks(blocks, variables)
         super().__init__(settings, update, plan, variables, blocks)
         self._rate = as_meant(float(update.rate()))
-
-    def _rule(self) -> BlockRule:
-        plain = self._update
-        return BlockRule(plain.rate, plain.count, prox=self._settings.prox)
 
     def _check_settings(self, settings: Settings, update: Update) -> None:
         if settings.projection_radius is not None:
@@ -296,19 +274,10 @@ class BlockSteps(Mechanism):
 
     def run_so_far(self, **of_data: Any) -> BlockCoordinateRun:
         """The run of steps that nobody recorded, on the data that are declared now."""
-        run = BlockCoordinateRun(batch_size=self.last_step.rows, **self._settings_of_run, **of_data)
-        step = self._usual_step(self.last_step.rows, self.step.log.totals().largest_norm)
-        run.add_counted(step, self.last_step.steps)
+        last, (_, _, longest) = self.last_step, self.iterate.totals()
+        run = BlockCoordinateRun(batch_size=last.rows, **self._settings_of_run, **of_data)
+        run.add_counted(self.step_of(attrs.evolve(last, largest_norm=longest)), last.steps)
         return run
-
-    def _usual_step(self, rows: int, largest_norm: float = 0.0) -> Step:
-        return Step(
-            noise_multiplier=self.noise_multiplier,
-            clip_norm=self.l2_norm_clip,
-            learning_rate=self._rate,
-            rows=rows,
-            largest_norm=largest_norm,
-        )
 
     @property
     def _settings_of_run(self) -> dict[str, Any]:
@@ -328,17 +297,13 @@ class BlockSteps(Mechanism):
             "block_loss": self._loss,
         }
 
-    def step_of(self, entry: StepEntry) -> Step:
-        """As every mechanism's."""
-        self._update.check_options()
-        return attrs.evolve(as_step(entry), learning_rate=as_meant(entry.learning_rate))
-
     def line_before(self, relation: NeighboringRelation) -> str:
         """Whether hidden iterates help, of what is said of the loss, judged by two epochs."""
         if self._loss is None:
             return ""
         run = BlockCoordinateRun(**self._constants())
-        run.add_counted(self._usual_step(self._plan.batch_size), 2 * self._plan.num_batches)
+        step = self.step_of(StepEntry(rows=self._plan.batch_size, learning_rate=self._rate))
+        run.add_counted(step, 2 * self._plan.num_batches)
         event = run.event()
         every = with_every_iterate(event, relation)
         if every is None or run.guarantee(relation).epsilon(_DELTA) < every.epsilon(_DELTA):

@@ -560,8 +560,6 @@ class HeldExamples:
     Attributes:
         given: The weights that fit was told, or that came with the examples.
         batch_size: That a pipeline says, or None.
-        microbatch: m: every m examples that follow each other are one record, from the first one
-            on. 1 unless something else is assigned.
 
     Args:
         x: An array, or a structure of arrays, whose first axis is that of the examples; or a
@@ -580,7 +578,7 @@ class HeldExamples:
         self, x: Any, y: Any, weights: GivenWeights | None = None, steps: int | None = None
     ):
         weights = weights or GivenWeights()
-        self._source, self.microbatch = x, 1
+        self._source = x
         self.batch_size: int | None = None
         self._is_read = isinstance(x, tf.data.Dataset) or _comes_in_batches(x)
         if self._is_read:
@@ -603,11 +601,11 @@ class HeldExamples:
         self._digest = _digest((self.x, self.y, self.weights))
         self._inputs, self._targets = self.x, self.y
 
-    def hold(self, inputs: tf.Tensor, targets: Any) -> None:
+    def hold(self, inputs: Any, targets: Any) -> None:
         """Takes what a step reads in the place of examples and targets, which are let go.
 
         Args:
-            inputs: Features of all examples.
+            inputs: What is read of all examples, a structure of tensors.
             targets: As the loss of the step wants them.
         """
         self.x, self._inputs, self._targets = None, inputs, targets
@@ -653,29 +651,26 @@ class HeldExamples:
         return found
 
     def taken(self, indices: tf.Tensor) -> tuple[Any, ...]:
-        """What a step reads of these records: inputs, targets, and weights if there are any.
+        """What a step reads of these examples: inputs, targets, and weights if there are any.
 
         Args:
-            indices: Of the records, shape (rows,).
+            indices: Of the examples, shape (rows,).
 
         Returns:
-            Parts of shape (rows, ...), or (rows, microbatch, ...) where records are microbatches.
+            Parts of shape (rows, ...).
         """
         kept = [self._inputs, self._targets]
         if self.weights is not None:
             kept.append(self.weights)
-        return tuple(self._gathered(structure, indices) for structure in kept)
+        return tuple(_gathered(structure, indices) for structure in kept)
 
     def given_targets(self, indices: tf.Tensor) -> Any:
-        """The targets of these records as they were given, likewise."""
-        return self._gathered(self.y, indices)
+        """The targets of these examples as they were given, likewise."""
+        return _gathered(self.y, indices)
 
-    def _gathered(self, structure: Any, indices: tf.Tensor) -> Any:
-        if self.microbatch > 1:
-            indices = tf.expand_dims(indices * self.microbatch, 1) + tf.range(
-                self.microbatch, dtype=indices.dtype
-            )
-        return tf.nest.map_structure(lambda part: tf.gather(part, indices), structure)
+
+def _gathered(structure: Any, indices: tf.Tensor) -> Any:
+    return tf.nest.map_structure(lambda part: tf.gather(part, indices), structure)
 
 
 def _copied(name: str, structure: Any) -> Any:

@@ -21,16 +21,14 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
-from hidden_state_accountants.runs.run import DiceSgdRun, Step
+from hidden_state_accountants.runs.run import DiceSgdRun
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.tf_privacy.mechanism import Mechanism, as_step
+from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
 from hidden_state_adapters.tf_privacy.origins import RunState
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update, joint_norm
 from hidden_state_adapters.tf_privacy.settings import EVERY_FEATURE, Declared, Settings, check_scale
-from hidden_state_adapters.tf_privacy.step_log import Problem, StepEntry, as_bits
-from hidden_state_adapters.tf_privacy.update_rule import UpdateRule
+from hidden_state_adapters.tf_privacy.step import PlainSGD, Update, joint_norm
 
 CHECKED = (
     "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
@@ -123,10 +121,8 @@ class DiceRule(PlainSGD):
         error_clip: float,
         automatic: bool,
     ):
-        super().__init__(inner.rate, inner.count, decay=inner.decay)
-        self._inner, self._iterations = inner, iterations
-        self.error_clip, self.automatic = error_clip, automatic
-        self._error_norm: Any = None  # in the trace of the step
+        super().__init__(decay=inner.decay)
+        self._inner, self.error_clip, self.automatic = inner, error_clip, automatic
         with tf.init_scope():
             self.first_iteration = int(iterations.numpy())
             self._errors = [
@@ -150,8 +146,8 @@ class DiceRule(PlainSGD):
         return [factors, 1 - factors]
 
     def direction(self, noisy: list[Any], rests: Sequence[Any], divisor: Any) -> tuple[Any, Any]:
-        """The noisy mean and the clipped error; the next error."""
-        self._error_norm, fed, errors = fed_back(
+        """The noisy mean and the clipped error; the norm of the error, and the next one."""
+        norm, fed, errors = fed_back(
             [error.read_value() for error in self._errors],
             rests[0],
             self.error_clip,
@@ -159,24 +155,18 @@ class DiceRule(PlainSGD):
             automatic=self.automatic,
         )
         # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
-        return [n + f for n, f in zip(noisy, fed, strict=True)], errors
+        return [n + f for n, f in zip(noisy, fed, strict=True)], (norm, errors)
 
-    def problem(self, steps: tf.Tensor) -> tf.Tensor:
-        """Whether the error is that of the step before."""
-        follows = tf.equal(tf.cast(self._iterations, tf.int64), self.first_iteration + steps)
-        is_finite = tf.math.is_finite(self._error_norm)
-        return as_bits({Problem.ITERATIONS: follows, Problem.ERROR: is_finite})
+    def is_finite(self, along: tuple[Any, Any]) -> tf.Tensor:
+        """Whether the error is."""
+        return tf.math.is_finite(along[1][0])
 
     def move(
-        self, variables: Sequence[Any], gradients: Sequence[Any], rate: Any, fine: tf.Tensor
+        self, variables: Sequence[Any], along: tuple[Any, Any], rate: Any, fine: tf.Tensor
     ) -> None:
-        """By the inner rule."""
-        self._inner.move(variables, gradients, rate, fine)
-
-    def finish(self, variables: Sequence[Any], kept: Any, fine: tf.Tensor) -> None:
-        """What the inner rule does, and the error moves."""
-        self._inner.finish(variables, None, fine)
-        for variable, error in zip(self._errors, kept, strict=True):
+        """By the inner rule; the error moves as well."""
+        self._inner.move(variables, along, rate, fine)
+        for variable, error in zip(self._errors, along[1][1], strict=True):
             variable.assign(tf.where(fine, error, variable.read_value()))
 
     # How it goes on elsewhere
@@ -264,7 +254,6 @@ class DiceUpdate(UpdateRule):
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2, 3 (Adam) and 4 (automatic).
     """
 
-    knows_microbatches = False
     _divisor: int | None = None  # that an optimizer was told
 
     def __init__(
@@ -339,11 +328,11 @@ class DiceUpdate(UpdateRule):
         )
 
 
-class DiceSteps(Mechanism):
+class DiceSteps(Algorithm):
     """The steps of DiceSGD.
 
     Args:
-        settings: As for `Mechanism`, as the next three.
+        settings: As for `Algorithm`, as the next three.
         update: Of the compiled optimizer.
         plan: The batches.
         variables: Those that are trained.
@@ -449,23 +438,17 @@ class DiceSteps(Mechanism):
 
     def run_so_far(self, **of_data: Any) -> DiceSgdRun:
         """The run of steps that nobody recorded, on the data that are declared now."""
-        entry, totals = self.last_step, self.step.log.totals()
+        entry, (fewest, most, longest) = self.last_step, self.iterate.totals()
         size = self.step.divisor or entry.rows or 1
         run = DiceSgdRun(batch_size=size, **self.constants, **of_data)
-        step = Step(
-            noise_multiplier=self.noise_multiplier,
-            clip_norm=self.l2_norm_clip,
-            rows=totals.fewest_rows,
-            largest_norm=totals.largest_norm,
-        )
+        step = self.step_of(attrs.evolve(entry, rows=fewest, largest_norm=longest))
         run.add_counted(step, entry.steps - 1 if entry.steps else 0)
-        run.add_counted(attrs.evolve(step, rows=totals.most_rows), min(entry.steps, 1))
+        run.add_counted(attrs.evolve(step, rows=most), min(entry.steps, 1))
         return run
 
-    def step_of(self, entry: StepEntry) -> Step:
-        """As every mechanism's; the rule of the update is free, and stays what it was."""
-        self._update.check_options()
-        return as_step(entry)
+    def _rate_and_decay(self, rate: float) -> tuple[float, float]:
+        """None: the rule of the update is free."""
+        return 1.0, 0.0
 
     def line_before(self, relation: NeighboringRelation) -> str:
         """Nothing: no iterate is hidden."""

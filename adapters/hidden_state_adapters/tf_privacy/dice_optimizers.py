@@ -20,9 +20,9 @@ from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.tf_privacy.algorithm import Algorithm
 from hidden_state_adapters.tf_privacy.dice import CHECKED, DiceUpdate
 from hidden_state_adapters.tf_privacy.gradients import check_loss
-from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.optimizers import (
     NEUTRAL_AFTER_RELEASE,
     PrivateOptimizer,
@@ -99,7 +99,7 @@ class DiceOptimizer(PrivateOptimizer):
 
     def begin_run(
         self, variables: Sequence[Any], plan: BatchPlan | None = None, examples_of_record: int = 1
-    ) -> Mechanism:
+    ) -> Algorithm:
         """As every optimizer's, with its divisor."""
         steps = super().begin_run(variables, plan, examples_of_record)
         if self.expected_batch_size is not None:

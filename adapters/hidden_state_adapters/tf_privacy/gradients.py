@@ -4,9 +4,6 @@ The gradient of one example for the kernel of a linear layer is an outer product
 :math:`x_i d_i^T` of what goes into the layer and of the gradient of its loss by what comes out. So
 its length is :math:`|x_i|\,|d_i|`, and the sum of all, each times a factor, a product of matrices.
 One backward pass gives the :math:`d_i` of all layers. (Goodfellow 2015, arXiv:1510.01799v2.)
-
-The gradient of several examples together is a sum of such products, and its squared length
-:math:`\sum_{jk} (x_j \cdot x_k)(d_j \cdot d_k)`, without the sum itself.
 """
 
 from __future__ import annotations
@@ -218,46 +215,25 @@ class RowByRow:
         _refuse_broken_products(model)
         _normalise_by_plain_operations(model)
 
-    def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
+    def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
         """Of a batch of at least one row.
 
         Args:
-            examples: Shape (rows, ...), as all that follows.
+            examples: Shape (rows, ...).
             targets: Likewise.
-            *weights: Of the losses of several examples, before their mean; else none.
         """
-        rows = examples, targets, *weights
-        gradients, losses, outputs = for_each_row(self.of_row, rows)
+        gradients, losses, outputs = for_each_row(self.of_row, (examples, targets))
         return of_rows(gradients, losses, outputs, has_padding=True)
 
-    def of_row(self, row: tuple[Any, ...]) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
+    def of_row(self, row: tuple[Any, Any]) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
         """The gradients, the loss and the outputs of one, without the axis of rows."""
+        example, target = tf.nest.map_structure(lambda part: part[tf.newaxis], row)
         with tf.GradientTape() as tape:
-            loss, outputs = self._loss(*row)
+            outputs = self._model(example, training=self.training)
+            loss = self._losses(target, outputs)[0]
         refuse_added_losses(self._model)
         found = tape.gradient(loss, self._variables, unconnected_gradients="zero")
-        return [tf.convert_to_tensor(g) for g in found], loss, outputs
-
-    def _loss(self, example: Any, target: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        example, target = tf.nest.map_structure(lambda part: part[tf.newaxis], (example, target))
-        outputs = self._model(example, training=self.training)
-        return self._losses(target, outputs)[0], outputs[0]
-
-
-class MeansOfSeveral(RowByRow):
-    """Gradients of the mean loss of several examples, in the place of one.
-
-    A row has an axis of the examples of a microbatch first. Arguments as of `RowByRow`.
-    """
-
-    name = "microbatch by microbatch"
-
-    def _loss(self, examples: Any, targets: Any, *weights: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        outputs = self._model(examples, training=self.training)
-        losses = self._losses(targets, outputs)
-        for factors in weights:
-            losses *= tf.cast(factors, losses.dtype)
-        return tf.reduce_mean(losses), outputs
+        return [tf.convert_to_tensor(g) for g in found], loss, outputs[0]
 
 
 class ThroughLinearLayers:
@@ -268,34 +244,25 @@ class ThroughLinearLayers:
         losses: Losses of the model.
         layers: The layers, each called once with features of shape (rows, entries).
         variables: Their variables that the gradients are of.
-        each: Number of examples of a record, of whose mean loss the gradients are.
     """
 
     name = "from the linear layers"
 
-    def __init__(
-        self,
-        model: Any,
-        losses: Any,
-        layers: Sequence[Any],
-        variables: Sequence[Any],
-        each: int = 1,
-    ):
+    def __init__(self, model: Any, losses: Any, layers: Sequence[Any], variables: Sequence[Any]):
         self._model, self._losses, self._layers = model, losses, layers
-        self._variables, self._each = list(variables), each
+        self._variables = list(variables)
 
     @classmethod
     def of(
-        cls, model: Any, losses: Any, variables: Sequence[Any], examples: Any, each: int = 1
+        cls, model: Any, losses: Any, variables: Sequence[Any], examples: Any
     ) -> ThroughLinearLayers | None:
         """Returns it if the structure of the model tells that it gives the gradients, else None.
 
         Args:
-            model: As for the class, as are losses, variables and each.
+            model: As for the class, as are losses and variables.
             losses: Losses of the model.
             variables: Variables that the gradients are of.
             examples: Some examples, at least one.
-            each: Number of examples of a record.
         """
         if not takes_examples_alone(model, examples):
             return None
@@ -308,7 +275,7 @@ class ThroughLinearLayers:
         layers = [layer for layer, refs in own if refs & wanted]
         if set().union(*(refs for _, refs in own if refs & wanted)) != wanted:
             return None
-        found = cls(model, losses, layers, variables, each)
+        found = cls(model, losses, layers, variables)
         return found if found._is_called_once(examples) else None
 
     def _is_called_once(self, examples: Any) -> bool:
@@ -329,11 +296,8 @@ class ThroughLinearLayers:
     def _are_all(self, calls: Sequence[tuple[int, Any, Any]]) -> bool:
         return sorted(index for index, *_ in calls) == list(range(len(self._layers)))
 
-    def gradients(self, examples: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
-        """Returns those of a batch; with several examples in a record as of `MeansOfSeveral`."""
-        each = self._each
-        if each > 1:
-            examples, targets, *weights = one_by_one((examples, targets, *weights))
+    def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
+        """Returns those of a batch."""
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             with self._watched(tape) as calls:
                 outputs = self._model(examples, training=True)
@@ -351,11 +315,10 @@ class ThroughLinearLayers:
             parts, [linear for *_, linear in calls], by_parts, unconnected_gradients="zero"
         )
         products = [
-            Product(layer, features, mean_slopes(slope, weights, each))
+            Product(layer, features, at_least(features), slope)
             for layer, (_, features, _), slope in zip(self._layers, calls, slopes, strict=True)
         ]
-        losses = mean_losses(losses, weights, each)
-        return of_products(products, outputs, losses, self._variables, each)
+        return of_products(products, outputs, losses, self._variables)
 
     @contextlib.contextmanager
     def _watched(self, tape: tf.GradientTape) -> Iterator[list[tuple[int, Any, Any]]]:
@@ -398,34 +361,15 @@ class Product:
 
     Attributes:
         layer: A `Dense` layer.
-        features: That went in, of every example.
-        slopes: Of the losses by what came out of its linear part.
+        features: Features that went in, of every example.
+        lengths: Their squared lengths, as of `at_least`.
+        slopes: Slopes of the losses by what came out of its linear part.
     """
 
     layer: Any
     features: tf.Tensor
+    lengths: tf.Tensor
     slopes: tf.Tensor
-
-
-def one_by_one(structure: Any) -> Any:
-    """Of records that are several examples, in the second axis, the rows of all examples."""
-    return tf.nest.map_structure(
-        lambda part: tf.reshape(part, tf.concat([[-1], tf.shape(part)[2:]], 0)), structure
-    )
-
-
-def mean_losses(losses: tf.Tensor, weights: Sequence[tf.Tensor], each: int) -> tf.Tensor:
-    """Of records of so many examples, whose losses have weights."""
-    for factors in weights:
-        losses *= tf.cast(factors, losses.dtype)
-    return tf.reduce_mean(tf.reshape(losses, [-1, each]), 1) if each > 1 else losses
-
-
-def mean_slopes(slopes: tf.Tensor, weights: Sequence[tf.Tensor], each: int) -> tf.Tensor:
-    """Returns those of `mean_losses` by linear predictions of shape (examples, units)."""
-    for factors in weights:
-        slopes *= tf.cast(factors, slopes.dtype)[:, tf.newaxis]
-    return slopes / each
 
 
 def of_products(
@@ -433,16 +377,14 @@ def of_products(
     outputs: Any,
     losses: tf.Tensor,
     variables: Sequence[Any],
-    each: int = 1,
 ) -> ExampleGradients:
     """Of layers whose gradient of one example is a product of features and slopes.
 
     Args:
         products: One for each layer.
         outputs: Of the model.
-        losses: Of the records.
+        losses: Of the examples.
         variables: That the gradients are of: kernels and biases of the layers.
-        each: The examples of a record.
     """
     wanted = {variable.ref() for variable in variables}
 
@@ -450,59 +392,24 @@ def of_products(
         bias = layer.use_bias and keras_api.tensor_of(layer.bias).ref() in wanted
         return float(_kernel(layer).ref() in wanted), float(bias)
 
-    lengths = [_at_least(product.features) for product in products]
-    squares = [
-        _squares(product, length, *parts(product.layer), each)
-        for product, length in zip(products, lengths, strict=True)
-    ]
-    if each > 1:
-        outputs = tf.reshape(outputs, [-1, each, *outputs.shape[1:]])
+    squares = []
+    for product in products:
+        has_kernel, has_bias = parts(product.layer)
+        squares.append(at_least(product.slopes) * (product.lengths * has_kernel + has_bias))
 
     def weighted_sum(factors: tf.Tensor) -> list[tf.Tensor]:
-        sums, factors = {}, tf.repeat(factors, each) if each > 1 else factors
-        for product, length in zip(products, lengths, strict=True):
+        sums = {}
+        for product in products:
             layer, slopes = product.layer, product.slopes
             kept = tf.cast(factors, slopes.dtype)[:, tf.newaxis]
             weighted = tf.math.multiply_no_nan(slopes, kept)  # 0 times NaN is 0
-            features = _left_out(product.features, length, factors)
+            features = _left_out(product.features, product.lengths, factors)
             sums[_kernel(layer).ref()] = tf.matmul(features, weighted, transpose_a=True)
             if layer.use_bias:
                 sums[keras_api.tensor_of(layer.bias).ref()] = tf.reduce_sum(weighted, 0)
         return [sums[variable.ref()] for variable in variables]
 
     return ExampleGradients(outputs, losses, tf.sqrt(tf.add_n(squares)), weighted_sum)
-
-
-def _squares(
-    product: Product, lengths: tf.Tensor, has_kernel: float, has_bias: float, each: int
-) -> tf.Tensor:
-    """The squared lengths of the gradients of every record for one layer, in float64.
-
-    Args:
-        product: Of the layer.
-        lengths: Squared, of its features.
-        has_kernel: 1 if the gradient by the kernel is part of them, or 0.
-        has_bias: Likewise, by the bias.
-        each: The examples of a record.
-    """
-    squares = _at_least(product.slopes) * (lengths * has_kernel + has_bias)
-    if each == 1:
-        return squares
-
-    def products(part: tf.Tensor) -> tf.Tensor:
-        # In float64: where gradients cancel each other, half of the digits are lost.
-        rows = tf.cast(tf.reshape(part, [-1, each, part.shape[-1]]), tf.float64)
-        return tf.matmul(rows, rows, transpose_b=True)
-
-    of_features = products(product.features) * has_kernel + has_bias
-    together = tf.reduce_sum(of_features * products(product.slopes), [1, 2])
-    longest = tf.reduce_sum(tf.reshape(tf.sqrt(squares), [-1, each]), 1)
-    # What rounding may have taken off the products, and what it may add to the sum of the
-    # gradients themselves, so that no length is too small.
-    terms = sum(product.layer.kernel.shape) + each**2
-    length = tf.sqrt(together + np.finfo(float).eps * terms * tf.square(longest))
-    of_sums = each * np.finfo(product.slopes.dtype.as_numpy_dtype).eps
-    return tf.square(length + of_sums * longest)
 
 
 def refuse_added_losses(model: Any) -> None:
@@ -580,7 +487,7 @@ def _is_linear(layer: Any) -> bool:
     )
 
 
-def _at_least(rows: tf.Tensor) -> tf.Tensor:
+def at_least(rows: tf.Tensor) -> tf.Tensor:
     """The same of rows that are factors of a norm, with what squares of small numbers lose.
 
     The other factor may be large, so that a length that is too small would not be clipped.

@@ -27,10 +27,8 @@ from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import (
     ExampleGradients,
     Product,
-    mean_losses,
-    mean_slopes,
+    at_least,
     of_products,
-    one_by_one,
 )
 from hidden_state_adapters.tf_privacy.head_losses import (
     DECLARE,
@@ -218,6 +216,11 @@ class HeadRun:
     targets: Any
     evaluate: Evaluate
 
+    @property
+    def inputs(self) -> tuple[tf.Tensor, tf.Tensor]:
+        """What a step reads of all examples beside the targets: features, squared lengths."""
+        return self.features, at_least(self.features)
+
 
 def begin(
     model: Any, losses: RowLosses, x: Any, y: Any, declared: Declared
@@ -386,29 +389,24 @@ class OfHead:
     Args:
         run: What its steps read.
         variables: That the gradients are of.
-        each: The examples of a record, of whose mean loss the gradients are.
     """
 
     name = "of the head, in closed form"
 
-    def __init__(self, run: HeadRun, variables: Sequence[Any], each: int = 1):
+    def __init__(self, run: HeadRun, variables: Sequence[Any]):
         self._layer, self._evaluate = run.head.layer, run.evaluate
-        self._variables, self._each = list(variables), each
+        self._variables = list(variables)
 
-    def gradients(self, features: Any, targets: Any, *weights: tf.Tensor) -> ExampleGradients:
-        """Of a batch; with several examples in a record as of `MeansOfSeveral`."""
-        each, layer = self._each, self._layer
-        if each > 1:
-            features, targets, *weights = one_by_one((features, targets, *weights))
-        kernel = keras_api.tensor_of(layer.kernel)
-        linear = tf.matmul(features, kernel)
+    def gradients(self, inputs: tuple[Any, Any], targets: Any) -> ExampleGradients:
+        """Of a batch of `HeadRun.inputs`."""
+        layer, (features, lengths) = self._layer, inputs
+        linear = tf.matmul(features, keras_api.tensor_of(layer.kernel))
         if layer.use_bias:
             linear = tf.nn.bias_add(linear, keras_api.tensor_of(layer.bias))
         losses, slopes = self._evaluate(targets, linear)
-        losses = mean_losses(losses, weights, each)
         outputs = linear if layer.activation is None else layer.activation(linear)
-        product = Product(layer, features, mean_slopes(slopes, weights, each))
-        return of_products([product], outputs, losses, self._variables, each)
+        product = Product(layer, features, lengths, slopes)
+        return of_products([product], outputs, losses, self._variables)
 
 
 def _are_close(found: tf.Tensor, expected: tf.Tensor) -> bool:

@@ -11,6 +11,12 @@ import tensorflow as tf
 
 from hidden_state_accountants import validate
 from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.algorithm import (
+    UpdateRule,
+    plain_rule,
+    rule_and_settings,
+    rule_of,
+)
 from hidden_state_adapters.tf_privacy.data import GivenWeights
 from hidden_state_adapters.tf_privacy.fit import Fit
 from hidden_state_adapters.tf_privacy.origins import RunState, digest, origin_of, read_plain
@@ -19,13 +25,6 @@ from hidden_state_adapters.tf_privacy.record import Figures
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.run import Continued, Given, PrivateRun
 from hidden_state_adapters.tf_privacy.settings import Settings
-from hidden_state_adapters.tf_privacy.step_log import MOST_STEPS
-from hidden_state_adapters.tf_privacy.update_rule import (
-    UpdateRule,
-    plain_rule,
-    rule_and_settings,
-    rule_of,
-)
 
 _NAMES = tuple(field.name for field in attrs.fields(Settings))
 # In a configuration
@@ -93,9 +92,9 @@ class PrivateTraining(tf.keras.Model, Figures):
             loss_weights: None.
             weighted_metrics: None.
             run_eagerly: As in Keras; the gradients of a batch are made in a graph all the same.
-            steps_per_execution: How many steps are made between two looks of the callbacks, 256 at
-                most. None for as many as take a moment, where no callback waits for every batch;
-                every step is recorded all the same.
+            steps_per_execution: Number of steps between two looks of the callbacks; None for as
+                many as take a moment, where no callback waits for every batch. Every step is
+                recorded all the same.
             jit_compile: Whether XLA compiles clip, noise and update; "auto", as Keras 3 says by
                 default, is False. Poisson batches are filled up to a few sizes with it; what fills
                 them up has no influence.
@@ -104,7 +103,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         Raises:
             UnsupportedRunError: Losses are weighted; optimizer and model say something else; or
                 both would add noise.
-            TypeError, ValueError: steps_per_execution is not a number in 1 to 256, or neither
+            TypeError, ValueError: steps_per_execution is not a positive number, or neither
                 optimizer nor model says l2_norm_clip.
         """
         if loss_weights is not None:
@@ -119,7 +118,7 @@ class PrivateTraining(tf.keras.Model, Figures):
             )
         if steps_per_execution is not None:
             steps_per_execution = validate.integer(
-                "steps_per_execution", steps_per_execution, minimum=1, maximum=MOST_STEPS
+                "steps_per_execution", steps_per_execution, minimum=1
             )
         if kwargs.get("from_serialized"):  # Keras reads an .h5 or a SavedModel
             optimizer = rule_of(self._loaded_rule, optimizer)
@@ -434,9 +433,10 @@ class HiddenStateModel(PrivateTraining):
       - With a `feature_norm` it is a head run: the features of all examples are made once, before
         the first step, measured and held, and the gradients of kernel and bias come from them, in
         closed form with ``"auto"``. Without one every example is differentiated alone.
-      - Checked in every step, on the device: that the batch is the one that was dealt for it, the
-        variables, and moments of the optimizer, bit by bit, the generator of the noise, finite
-        gradients no longer than the geometry says. A step that fails is not taken.
+      - Batches, learning rates, clip norm and noise are those that the run itself deals and makes.
+        Checked in every step, on the device: the variables, and moments of the optimizer, bit by
+        bit, and finite gradients no longer than the geometry says. A step that fails is not taken
+        and ends the run; of several blocks those before it have moved.
       - Not checked, but listed by `assumptions`: what the user declares. Losses and metrics of the
         training data (History, progress bar) have no privacy guarantee and must stay private.
 
@@ -446,11 +446,7 @@ class HiddenStateModel(PrivateTraining):
             together; None if the optimizer that it is compiled with says it.
         noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C;
             None if `fit` is to find it, for a target_epsilon, or the optimizer says it.
-        num_microbatches: Of a batch, each of the same number m of examples (batch_size over it)
-            whose mean gradient is clipped as one; None, or the batch size, for one example each.
-            Every m examples that follow each other in the data set are a microbatch, in all steps,
-            and batches are dealt of them. One example moves such a mean by up to twice the clip
-            norm, so that the guarantee is for REPLACE_ONE, and costs about twice as much.
+        num_microbatches: None, or the batch size: one example each.
         num_steps: Of the whole run, declared before the first one: fit takes no more, and that
             their number was fixed in advance is checked. Without it that is checked for a run of
             one call of fit, whose epochs say it.
@@ -465,7 +461,7 @@ class HiddenStateModel(PrivateTraining):
             steps, rounded up, each of which divides by the batch_size of fit. None computes rate
             and divisor from the number of examples.
         drop_remainder: Leaves out the last examples that do not fill a batch, where all batches
-            have one size, or a microbatch.
+            have one size.
         prox: A Regulariser, whose proximal map with the step's learning rate follows every step of
             plain SGD, or None. The event reads its l2, which contracts.
         projection_radius: R, or None for no projection: all trainable variables together are
@@ -480,8 +476,7 @@ class HiddenStateModel(PrivateTraining):
             class_weight.
         neighboring_relation: REPLACE_SPECIAL (an example is replaced by one with zero gradient),
             REPLACE_ONE, or for composition of Poisson batches with a `sampling_rate`
-            ADD_OR_REMOVE_ONE. With microbatches of several examples all figures are for
-            REPLACE_ONE, which covers the first as well.
+            ADD_OR_REMOVE_ONE.
         target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs as
             "epsilon_if_released_now".
         checkpoints_stay_private: Declares that nobody sees the files that ModelCheckpoint, save,

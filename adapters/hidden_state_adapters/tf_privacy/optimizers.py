@@ -1,7 +1,7 @@
 """The private optimizers of Keras: drop-ins for TF Privacy's, over the one private step.
 
 An optimizer is shown a vector of losses and a tape. `_compute_gradients` prepares the step on the
-per-example gradients, and `apply_gradients` takes it. What run the steps make is a `Mechanism`'s,
+per-example gradients, and `apply_gradients` takes it. What run the steps make is a `Algorithm`'s,
 as of a model that is compiled with the same optimizer.
 """
 
@@ -21,15 +21,14 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, check_loss, of_rows
-from hidden_state_adapters.tf_privacy.mechanism import Mechanism
 from hidden_state_adapters.tf_privacy.origins import read_plain
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings, plain_geometry
-from hidden_state_adapters.tf_privacy.step import Prepared, check_variables
-from hidden_state_adapters.tf_privacy.step_log import PROBLEMS, Problem, StepEntry
-from hidden_state_adapters.tf_privacy.update_rule import UpdateRule
+from hidden_state_adapters.tf_privacy.step import StepEntry, check_variables
+from hidden_state_adapters.tf_privacy.watch import PROBLEMS, Prepared, Problem, Watch
 
 legacy: Any = tf.keras.optimizers.legacy
 _RUNS = "runs_behind_the_weights"  # in a configuration
@@ -45,7 +44,6 @@ _CLIPS = {"clipnorm": None, "clipvalue": None, "global_clipnorm": None}
 NEUTRAL: Mapping[str, Any] = {"momentum": 0.0, "nesterov": False, "decay": 0.0, **_CLIPS}
 # Where every noisy update is accounted as released, what follows it is free.
 NEUTRAL_AFTER_RELEASE: Mapping[str, Any] = {"gradient_accumulation_steps": 1, **_CLIPS}
-_NO_STEP = StepEntry(0, 0, Problem.NONE, 0.0, 0.0, 0.0, 0.0, 0.0)
 _logger = logging.getLogger("hidden_state_accountants")
 
 
@@ -111,7 +109,7 @@ class PrivateOptimizer(legacy.Optimizer):
     update_rule = "SGD"
     # Keras' options that must keep these values, by name.
     _neutral_options: ClassVar[Mapping[str, Any]] = NEUTRAL
-    _steps: Any = None  # a `Mechanism`, from the first step on
+    _steps: Any = None  # a `Algorithm`, from the first step on
     _is_watched = _was_dp_gradients_called = False
     _has_equal_rows = True
     _prepared: Prepared | None = None
@@ -157,7 +155,7 @@ class PrivateOptimizer(legacy.Optimizer):
     @property
     def last_step(self) -> StepEntry:
         """What the last step did, and how many there were; without noise."""
-        return _NO_STEP if self._steps is None else self._steps.last_step
+        return StepEntry() if self._steps is None else self._steps.last_step
 
     # The steps
 
@@ -167,7 +165,7 @@ class PrivateOptimizer(legacy.Optimizer):
 
     def begin_run(
         self, variables: Sequence[Any], plan: BatchPlan | None = None, examples_of_record: int = 1
-    ) -> Mechanism:
+    ) -> Algorithm:
         """The mechanism of a run that begins; whoever asks for it reads the log after every step.
 
         Args:
@@ -190,7 +188,13 @@ class PrivateOptimizer(legacy.Optimizer):
             self._steps.check_run()
         steps = self._rule().steps(self._told, self, plan, variables)
         steps.made_by, steps.examples_of_record = "the optimizer", examples_of_record
-        steps.step.has_equal_rows = self._has_equal_rows
+        steps.iterate = Watch(
+            steps.step,
+            steps.rate,
+            steps.count,
+            has_equal_rows=self._has_equal_rows,
+            has_one_rate=bool(steps.blocks),
+        )
         self._steps, self._is_watched = steps, plan is not None
         return steps
 
@@ -248,8 +252,8 @@ class PrivateOptimizer(legacy.Optimizer):
             raise refusal("Expected grad_loss = None, got weights of the losses. Drop them.")
         self._prepared, self._was_dp_gradients_called = None, True
         found, rows, variables = self._example_gradients(loss, var_list, tape)
-        step = self._steps_of(variables).step
-        block = step.blocks[step.next_block]
+        steps = self._steps_of(variables)
+        block = steps.step.blocks[steps.iterate.next_block]
         if len(block) != len(variables) or any(
             now is not then for now, then in zip(variables, block, strict=True)
         ):
@@ -257,7 +261,7 @@ class PrivateOptimizer(legacy.Optimizer):
                 f"Expected the {len(block)} variables of the steps before, in the same order, got "
                 f"{len(variables)}, not the same. Construct another optimizer for another set."
             )
-        prepared = step.prepare(found, rows)
+        prepared = steps.iterate.prepare(found, rows)
         self._raise_problem(prepared.problem)
         self._prepared = prepared
         return list(zip(prepared.gradients, variables, strict=True))
@@ -337,7 +341,7 @@ class PrivateOptimizer(legacy.Optimizer):
                 "in the same tf.function, got others: they are not the noisy mean that is "
                 "accounted."
             )
-        self._steps.step.commit(prepared)
+        self._steps.iterate.commit(prepared)
 
     def plain_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """What Keras does along gradients that have their noise."""

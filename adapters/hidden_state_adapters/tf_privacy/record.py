@@ -32,12 +32,11 @@ from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.public_numbers import warn_of_delta
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.mechanism import Mechanism
+from hidden_state_adapters.tf_privacy.algorithm import Algorithm
 from hidden_state_adapters.tf_privacy.origins import Origin, PastRun, RunState, digest, live_run
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared
-from hidden_state_adapters.tf_privacy.step import check_constraints, check_variables
-from hidden_state_adapters.tf_privacy.step_log import StepEntry
+from hidden_state_adapters.tf_privacy.step import StepEntry, check_constraints, check_variables
 from hidden_state_adapters.trained_layers import why_not_convex
 
 _FIXED = (
@@ -220,7 +219,7 @@ class RecordedRun:
         files_stay_private: bool = False,
     ):
         check_layers(model)
-        self.optimizer: Mechanism = optimizer
+        self.optimizer: Algorithm = optimizer
         self._batch_size, self._examples = batch_size, examples
         if state is not None:
             state.check_fits(model, optimizer, batch_size, examples)
@@ -367,15 +366,9 @@ class RecordedRun:
         return self.num_batches % self._dealt.period
 
     @property
-    def has_all_steps(self) -> bool:
-        """Whether the last step that the optimizer took or refused is recorded."""
-        entry = self.optimizer.last_step
-        return entry.steps == self.num_batches and not entry.problem
-
-    @property
     def has_begun(self) -> bool:
         """Whether the optimizer took a step, recorded or not."""
-        return bool(self.num_batches or self.optimizer.last_step.steps)
+        return bool(self.num_batches or self.optimizer.last_step.steps or self._invalid)
 
     @property
     def has_ended(self) -> bool:
@@ -387,7 +380,7 @@ class RecordedRun:
 
         Args:
             batch: Its index within the epoch.
-            entry: Of the log; None for the last one.
+            entry: What is known of the step; None for the last one.
 
         Raises:
             UnsupportedRunError: It is not the step that has to follow; nothing can follow then.
@@ -719,16 +712,12 @@ class Figures:
     def _check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where the run could not go on elsewhere."""
 
-    def _catch_up(self) -> None:
-        """What the holder does first, whenever it is asked."""
-
     def _declared_texts(self) -> Iterable[str]:
         """What the holder adds to the assumptions that are the user's word."""
         return ()
 
     def _recorded(self) -> RecordedRun:
         own = self._told_by()
-        own._catch_up()
         if own._record is None:
             raise ValueError(f"Expected at least one step, got none yet. {self._how_to_begin}")
         own._record.check_told()
@@ -805,7 +794,6 @@ class Figures:
             UnsupportedRunError: The model is not the iterate that was accounted.
         """
         own = self._told_by()
-        own._catch_up()
         if own._record is not None:
             own._record.check_iterate()
             own._record.release()

@@ -77,35 +77,28 @@ def copies(variables: Sequence[Any]) -> list[Any]:
     ]
 
 
-def together(
-    act: Callable[..., None], sums: Any, largest: tf.Tensor, step: tf.Tensor, rows: tf.Tensor
-) -> None:
+def together(act: Callable[..., Any], sums: Any, largest: tf.Tensor, rows: tf.Tensor) -> Any:
     """Calls a function with what all replicas have found; without a strategy with what is given.
 
     Variables that it assigns are assigned in all replicas.
 
     Args:
-        act: Called once, with the other arguments.
-        sums: Over the examples, a nest of tensors: added up.
-        largest: The longest gradient: the largest one is taken.
-        step: That the batch was dealt for: -1 if replicas differ.
-        rows: Examples: added up.
+        act: Function that is called once, with the other arguments.
+        sums: Sums over the examples, a nest of tensors, which are added up.
+        largest: Norm of the longest gradient, of which the largest is taken.
+        rows: Number of examples, which is added up.
+
+    Returns:
+        What the function returns.
     """
     if not tf.distribute.has_strategy():
-        act(sums, largest, step, rows)
-        return
+        return act(sums, largest, rows)
 
-    def merged(strategy: Any, sums: Any, largest: Any, step: Any, rows: Any) -> None:
+    def merged(strategy: Any, sums: Any, largest: Any, rows: Any) -> Any:
         def total(part: Any) -> tf.Tensor:
             return tf.add_n(strategy.experimental_local_results(part))
 
-        def of_all(part: Any) -> tf.Tensor:
-            return tf.stack(strategy.experimental_local_results(part))
+        longest = tf.stack(strategy.experimental_local_results(largest))
+        return act(tf.nest.map_structure(total, sums), tf.reduce_max(longest), total(rows))
 
-        steps = of_all(step)
-        first = steps[0]
-        same = tf.where(tf.reduce_all(tf.equal(steps, first)), first, -tf.ones_like(first))
-        act(tf.nest.map_structure(total, sums), tf.reduce_max(of_all(largest)), same, total(rows))
-
-    context = tf.distribute.get_replica_context()
-    context.merge_call(merged, args=(sums, largest, step, rows))
+    return tf.distribute.get_replica_context().merge_call(merged, args=(sums, largest, rows))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 import tensorflow as tf
-from dp_accounting import DpEvent, NeighboringRelation
+from dp_accounting import DpEvent
 
 from hidden_state_accountants import (
     BatchOrder,
@@ -23,6 +24,7 @@ from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.algorithm import StepsAhead, UpdateRule, rule_and_settings
 from hidden_state_adapters.tf_privacy.batches import (
     FEWEST_ROWS,
     Dealer,
@@ -33,15 +35,12 @@ from hidden_state_adapters.tf_privacy.batches import (
 from hidden_state_adapters.tf_privacy.data import GivenWeights, HeldExamples
 from hidden_state_adapters.tf_privacy.gradients import (
     ExampleGradients,
-    MeansOfSeveral,
     RowByRow,
     ThroughLinearLayers,
-    one_by_one,
     times,
 )
 from hidden_state_adapters.tf_privacy.head import OfHead, begin, check_curvature
 from hidden_state_adapters.tf_privacy.head_losses import RowLosses
-from hidden_state_adapters.tf_privacy.mechanism import StepsAhead
 from hidden_state_adapters.tf_privacy.origins import RunState
 from hidden_state_adapters.tf_privacy.record import (
     FILES_STAY_PRIVATE,
@@ -58,8 +57,7 @@ from hidden_state_adapters.tf_privacy.replicas import (
     strategy_of,
 )
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
-from hidden_state_adapters.tf_privacy.step_log import Problem
-from hidden_state_adapters.tf_privacy.update_rule import UpdateRule, rule_and_settings
+from hidden_state_adapters.tf_privacy.step import MOVED, NOT_FINITE, TOO_LONG, StepEntry
 
 _BATCH_SIZE = 32  # of Keras, where nothing is said
 _MOMENT = 0.05  # seconds between two looks, which nobody notices
@@ -130,9 +128,7 @@ class PrivateRun(Figures):
     model that it is given, with Keras 2 and with Keras 3.
 
     Attributes:
-        relation: That the run is accounted under. An example that is left out, or has no gradient,
-            makes another microbatch, and none is left out: for them it is REPLACE_ONE, which
-            covers an example without gradient.
+        relation: Neighboring relation that the run is accounted under.
         steps_per_epoch: Of `train`.
 
     Args:
@@ -283,18 +279,20 @@ class PrivateRun(Figures):
         size, number = self._asked
         if settings.order is BatchOrder.FULL:
             size = self._examples.number
-        self._microbatch = _microbatch(settings, rule, size)
         self.relation = settings.neighboring_relation
-        if self._microbatch > 1:
-            self.relation = NeighboringRelation.REPLACE_ONE
-        self._examples.microbatch = self._microbatch
+        if settings.microbatch(size) > 1:
+            raise refusal(
+                f"Expected num_microbatches = None or {size}, one example each, got "
+                f"{settings.num_microbatches}: an example moves the mean of several by up to twice "
+                "the clip norm, and gains nothing. Leave it out; an optimizer in Keras' own fit, "
+                "with HiddenStateCallback, takes them."
+            )
         self.plan = plan_of(
             settings.order,
             self._examples.number,
             size,
             max_batch_size=settings.max_batch_size,
             drop_remainder=settings.drop_remainder,
-            microbatch=self._microbatch,
             sampling_rate=settings.sampling_rate,
         )
         self.steps_per_epoch = number or self.plan.num_batches
@@ -329,11 +327,10 @@ class PrivateRun(Figures):
             model, self._losses, self._examples.x, self._examples.y, declared
         )
         if self._head is not None:
-            self._examples.hold(self._head.features, self._head.targets)
+            self._examples.hold(self._head.inputs, self._head.targets)
             looked_at += check_curvature(declared, self._head, self._features())
         fixed.check(model)
         steps = rule.steps(settings, optimizer, self.plan, variables)
-        steps.examples_of_record = self._microbatch
         # Of the order of the batches; what is known of the loss only adds theorems.
         steps.new_run(declared).check_relation(self.relation)
         self._record: RecordedRun = RecordedRun(
@@ -360,9 +357,11 @@ class PrivateRun(Figures):
         # Step by step even where the loop of fit is eager, so that no example is traced anew.
         self._compiled = tf.function(self._take, jit_compile=uses_xla, reduce_retracing=True)
         width = None if self.is_padded else self.plan.batch_size
-        kinds = [tf.TensorSpec(shape, tf.int64) for shape in ([None], [None], [None, width])]
+        kinds = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], tf.int64)]
+        kinds += [tf.TensorSpec([None], tf.float64)]
+        values = [tf.TensorSpec(value.shape, value.dtype) for value in steps.iterate.values]
         self._several = functools.cache(
-            tf.function(self._take_several, kinds).get_concrete_function
+            tf.function(self._take_several, [*kinds, values]).get_concrete_function
         )
 
     @property
@@ -464,57 +463,115 @@ class PrivateRun(Figures):
             )
 
     def _advance(self, count: int, eagerly: bool = False) -> np.ndarray:
-        """Takes steps and records them; the sum of their losses, and the number of examples."""
-        first = self._record.num_batches
-        batches = self._dealer.deal_all(first, first + count)
+        """Takes steps and records them; the sum of their losses, and the number of examples.
+
+        The host deals the batches and says the learning rates. The device tells how long the
+        longest gradient was, and what the steps have left.
+        """
+        record, steps, first = self._record, self.steps, self.steps.last_step.steps
+        if first != record.num_batches:
+            record.check()  # raises: it was interrupted
+        rates = steps.rates(count)
+        rows, indices = self._dealer.deal_all(first, first + count)
         eagerly = eagerly or tf.config.functions_run_eagerly()
-        several = self._take_several if eagerly else self._several()
-        total: np.ndarray = several(*map(tf.constant, batches)).numpy()
-        self._catch_up()
-        if self._record.num_batches % self.steps_per_epoch == 0:
-            self._record.after_epoch()
-        return total
+        several: Any = self._take_several if eagerly else self._several()
+        given = [tf.constant(part) for part in (rows, indices, np.array(rates))]
+        try:
+            told, left = several(*given, list(steps.iterate.values))
+            loss, examples, longest, same, tried = told.numpy()
+            is_fine = bool(same and steps.step.is_fine(longest))
+            done = range(first + 1, first + int(tried) + is_fine)
+            largest = longest if is_fine else 0.0  # else of the step that was refused
+            entries = [
+                StepEntry(number, number, int(batch), rate, largest)
+                for number, batch, rate in zip(done, rows, rates, strict=False)
+            ]
+            steps.took(entries, left if same else steps.iterate.values)
+        except BaseException:  # also of the user, who may go on
+            if not steps.is_iterate(keras_api.trained(self._model)):
+                steps.took([StepEntry(first + 1, first + 2)], steps.iterate.values)  # or more
+                with contextlib.suppress(UnsupportedRunError):
+                    record.invalidate(INTERRUPTED)
+            raise
+        if not is_fine:
+            problem = MOVED if not same else NOT_FINITE if math.isinf(longest) else TOO_LONG
+            entries.append(StepEntry(first + len(done), problem=problem))
+        for entry in entries:
+            record.add(record.next_batch, entry)
+        if record.num_batches % self.steps_per_epoch == 0:
+            record.after_epoch()
+        return np.array([loss, examples])
 
     @keras_api.as_written
-    def _take_several(self, steps: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-        def on_replica(step: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor) -> tf.Tensor:
-            losses, targets, outputs = self._take_on_replica(step, rows, indices)
+    def _take_several(
+        self, rows: tf.Tensor, indices: tf.Tensor, rates: tf.Tensor, left: Sequence[tf.Tensor]
+    ) -> tuple[tf.Tensor, Sequence[tf.Tensor]]:
+        """Takes steps until one is refused.
+
+        Args:
+            rows: Numbers of examples of the batches.
+            indices: Examples of each, and what fills them up.
+            rates: Learning rates.
+            left: Values that the step before left.
+
+        Returns:
+            Sum of the losses, number of examples, norm of the longest gradient (inf if one is not
+            finite), whether nothing else wrote to the variables, and the number of steps tried; and
+            the values that they left.
+        """
+        strategy = self._strategy
+
+        def on_replica(rows: Any, indices: Any, rate: Any, left: Any) -> tuple[Any, Any, Any]:
+            losses, targets, outputs, longest, same = self._take_on_replica(
+                rows, indices, rate, left
+            )
             self._show(targets, outputs)
-            return tf.stack([tf.reduce_sum(losses), tf.cast(tf.size(losses), losses.dtype)])
+            sums = tf.stack([tf.reduce_sum(losses), tf.cast(tf.size(losses), losses.dtype)])
+            return sums, longest, same
 
-        def one(number: tf.Tensor, total: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            batch, strategy = (steps[number], rows[number], indices[number]), self._strategy
+        def one(
+            number: tf.Tensor, total: tf.Tensor, longest: tf.Tensor, same: tf.Tensor, left: Any
+        ) -> tuple[Any, ...]:
+            batch = rows[number], indices[number], rates[number], left
             if strategy is None:
-                sums = on_replica(*batch)
+                sums, norm, same = on_replica(*batch)
             else:
-                sums = strategy.reduce("SUM", strategy.run(on_replica, batch), axis=None)
-            return number + 1, total + tf.cast(sums, tf.float64)
+                found = strategy.run(on_replica, batch)
+                sums = strategy.reduce("SUM", found[0], axis=None)
+                norm, same = (strategy.experimental_local_results(part)[0] for part in found[1:])
+            total, longest = total + tf.cast(sums, tf.float64), tf.maximum(longest, norm)
+            return number + 1, total, longest, same, self.steps.step.values()
 
-        start = tf.constant(0), tf.zeros([2], tf.float64)
-        return tf.while_loop(lambda number, _: number < tf.size(steps), one, start)[1]
+        def goes_on(
+            number: tf.Tensor, _: Any, longest: tf.Tensor, same: tf.Tensor, *__: Any
+        ) -> Any:
+            return (number < tf.size(rows)) & same & self.steps.step.is_fine(longest)
 
-    def _catch_up(self) -> None:
-        if self._record.has_all_steps:
-            return
-        for entry in self.steps.step.log.read_since(self._record.num_batches):
-            self._record.add(self._record.next_batch, entry)
+        start = (
+            tf.constant(0),
+            tf.zeros([2], tf.float64),
+            tf.zeros([], tf.float64),
+            tf.constant(True),
+        )
+        number, total, longest, same, left = tf.while_loop(goes_on, one, (*start, left))
+        told = [longest, tf.cast(same, tf.float64), tf.cast(number, tf.float64)]
+        return tf.concat([total, tf.stack(told)], 0), left
 
     def _features(self) -> Iterator[tf.Tensor] | None:
-        """Those of every batch of an epoch; None if every epoch has others."""
+        """The features of every batch of an epoch; None if every epoch has others."""
         if not isinstance(self.plan, FixedPlan):
             return iter(()) if self.plan.order in OF_RANDOM_SIZE else None
         taken = self._examples.taken
         return (
-            self._one_by_one(taken(tf.constant(self.plan.batch(step), tf.int64))[0])
+            taken(tf.constant(self.plan.batch(step), tf.int64))[0][0]
             for step in range(self.plan.num_batches)
         )
 
     def _clipping(self, variables: Any, example: Any) -> Any:
         if self._head is not None:
-            return OfHead(self._head, variables, self._microbatch)
+            return OfHead(self._head, variables)
         of_run = self._model, self._losses, variables
-        linear = ThroughLinearLayers.of(*of_run, example, self._microbatch)
-        return linear or (MeansOfSeveral if self._microbatch > 1 else RowByRow)(*of_run)
+        return ThroughLinearLayers.of(*of_run, example) or RowByRow(*of_run)
 
     def _check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
@@ -702,26 +759,25 @@ class PrivateRun(Figures):
             self._record.may_stop(lambda run: self.steps.with_steps_ahead(run, ahead))
         self.steps.asked_for = None if before else total
 
-    def _take_on_replica(
-        self, step: tf.Tensor, rows: tf.Tensor, indices: tf.Tensor
-    ) -> tuple[Any, Any, Any]:
-        """Takes a private step; the losses, the targets and the outputs of its examples."""
+    def _take_on_replica(self, rows: Any, indices: Any, rate: Any, left: Any) -> tuple[Any, ...]:
+        """Takes a private step.
+
+        Returns:
+            The losses, targets and outputs of its examples; the longest gradient, and whether
+            nothing else wrote to the variables.
+        """
         indices = indices[: filled(rows, self._multiple)]  # what follows has the size of another
         if self._strategy is not None:
             indices, rows = self._part(indices, rows)
         x, y, *weights = self._examples.taken(indices)
         in_graph = not self._uses_xla and not tf.executing_eagerly()
         take = self._take if in_graph or self._strategy is not None else self._compiled
-        losses, outputs = take(step, rows, x, y, *weights)
+        losses, outputs, *told = take(rows, rate, left, x, y, *weights)
         y = self._examples.given_targets(indices)
         if self.is_padded:
             losses, outputs = losses[:rows], outputs[:rows]
             y = tf.nest.map_structure(lambda part: part[:rows], y)
-        return losses, self._one_by_one(y), self._one_by_one(outputs)
-
-    def _one_by_one(self, structure: Any) -> Any:
-        """Of records that are microbatches the rows of all examples."""
-        return structure if self._microbatch == 1 else one_by_one(structure)
+        return losses, y, outputs, *told
 
     def _part(self, indices: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """What this replica takes of a batch, at least one row, and how many are examples."""
@@ -731,19 +787,19 @@ class PrivateRun(Figures):
         return tf.concat([own, indices[:1]], 0)[: tf.maximum(count, 1)], count
 
     @keras_api.as_written
-    def _take(self, step: Any, rows: Any, x: Any, y: Any, *weights: Any) -> tuple[Any, Any]:
+    def _take(
+        self, rows: Any, rate: Any, left: Any, x: Any, y: Any, *weights: Any
+    ) -> tuple[Any, ...]:
         if not self.steps.trains(keras_api.trained(self._model)):
-            raise refusal(str(Problem.WEIGHTS))
+            raise refusal(MOVED)
 
         def gradients_by(clipping: Any) -> ExampleGradients:
-            if self._microbatch > 1:
-                return clipping.gradients(x, y, *weights)
             found = clipping.gradients(x, y)
             return times(found, *weights) if weights else found
 
         passes = [functools.partial(gradients_by, one) for one in self.clipping]
-        found = self.steps.take(passes, step, rows)
-        return found.losses, found.outputs
+        found, longest, same = self.steps.take(passes, rows, rate, left)
+        return found.losses, found.outputs, longest, same
 
     @contextlib.contextmanager
     def whole_or_none(self) -> Iterator[None]:
@@ -807,37 +863,3 @@ def _with_noise(event: Any, noise: float) -> DpEvent:
     name = next(name for name in powers if hasattr(event, name))
     changed: DpEvent = attrs.evolve(event, **{name: noise ** powers[name] * getattr(event, name)})
     return changed
-
-
-def _microbatch(settings: Settings, rule: UpdateRule, batch_size: int) -> int:
-    """The examples of a microbatch.
-
-    Args:
-        settings: Of the model.
-        rule: Of the update.
-        batch_size: In examples.
-
-    Raises:
-        UnsupportedRunError: There are none of equal size, or no bound covers them.
-    """
-    size = settings.microbatch(batch_size)
-    if size == 1:
-        return 1
-    of_several = f"got microbatches of {size} examples (batch_size / num_microbatches)"
-    if not rule.knows_microbatches:
-        raise refusal(
-            f"Expected num_microbatches = None with {type(rule).__name__}, {of_several}: its bound "
-            "is about gradients of single examples. Leave it out."
-        )
-    if settings.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
-        raise refusal(
-            f"Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, {of_several} and "
-            "ADD_OR_REMOVE_ONE: with one example more or less all microbatches after it are other "
-            "ones. Leave num_microbatches out, for one example each."
-        )
-    if settings.max_batch_size is not None and settings.max_batch_size < size:
-        raise refusal(
-            f"Expected max_batch_size >= {size}, got {settings.max_batch_size} and microbatches of "
-            f"{size} examples: no microbatch fits. Raise it."
-        )
-    return size

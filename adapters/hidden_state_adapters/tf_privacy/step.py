@@ -1,79 +1,98 @@
-"""The one private step: clip, sum, noise, rule, and the log of it.
+r"""One private step: gradients are clipped and added up, noise is added, variables move by a rule.
 
-    step.commit(step.prepare(found))
+The rule of plain SGD is
 
-with per-example gradients (gradients.py) of which nothing is clipped yet. `prepare` adds the noise
-and moves nothing; `commit` moves the variables, and what the rule keeps, or nothing at all. An
-optimizer calls the first in `_compute_gradients` and the second in `apply_gradients`; `take` makes
-a step of a model that may have replicas.
+.. math:: x \leftarrow \Pi_R\, \mathrm{prox}_{\eta h}((1 - \eta w) x - \eta \tilde g),
+
+that of another optimizer is what Keras does along :math:`\tilde g`; `Update` reads which of them an
+optimizer has. DiceSGD is a rule around another one (dice.py).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
 import numpy as np
 import tensorflow as tf
 
+from hidden_state_accountants import Regulariser
+from hidden_state_accountants.regulariser import ProxOperations, group_axes
 from hidden_state_accountants.runs.run import SLACK
+from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import copies, together
-from hidden_state_adapters.tf_privacy.rules import PlainSGD
-from hidden_state_adapters.tf_privacy.step_log import Problem, StepLog, as_bits
 
 # 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
 _SMALLEST_CLIP = 1.1e-11
 _PRECISIONS = (tf.float32, tf.float64)
+_INFINITE = np.float64(math.inf)
+_PLAIN: Mapping[str, Any] = {
+    "momentum": 0.0,
+    "nesterov": False,
+    "clipnorm": None,
+    "clipvalue": None,
+    "global_clipnorm": None,
+}
+MOVED = (
+    "The trainable variables were changed outside the private optimizer, or other variables are "
+    "trained than before, so the model is not the iterate that was accounted. Leave them alone "
+    "during the run."
+)
+TOO_LONG = (
+    "A per-example gradient is longer than loss_geometry.lipschitz, or gradient_bound: the loss is "
+    "not the declared one (sum instead of mean? class weights? a scaled loss?), or the features "
+    "are longer than declared."
+)
+NOT_FINITE = "A per-example gradient is not finite, or the error of DiceSGD."
 
 
-@attrs.frozen(eq=False)
-class Prepared:
-    """The update of a block that is ready to be made, once, in the trace that prepared it.
+@attrs.frozen
+class StepEntry:
+    """The last step of a run.
 
     Attributes:
-        block: Its place in `PrivateStep.blocks`.
-        gradients: What the rule moves along.
-        kept: What the rule keeps.
-        rows: Of the batch.
-        problem: An int64 `Problem` of the step so far; nothing moves unless it is 0.
-        largest: The longest gradient of the step so far.
-        before: The variables before the step, where it has several blocks.
+        steps: Number of steps taken so far.
+        drawn: Number of times that noise was made; in a run that of the steps.
+        rows: Number of records in the batch.
+        learning_rate: Learning rate that the step used.
+        largest_norm: Norm of the longest gradient before clipping.
+        problem: Reason why the next step was refused, which moved nothing; "" if none was.
     """
 
-    block: int
-    gradients: list[Any]
-    kept: Any
-    rows: tf.Tensor
-    problem: tf.Tensor
-    largest: tf.Tensor
-    before: Sequence[Any]
+    steps: int = 0
+    drawn: int = 0
+    rows: int = 0
+    learning_rate: float = 0.0
+    largest_norm: float = 0.0
+    problem: str = ""
 
 
 class PrivateStep:
-    """Clips to C, adds N(0, (zC)^2), divides, moves by a rule, and writes down what was done.
+    """Clips to C, adds N(0, (zC)^2), divides, and moves by a rule.
 
     Attributes:
-        clip: C.
-        noise_multiplier: z; may be assigned before the first step, as what follows.
-        norm_bound: What no gradient is longer than, but for rounding.
-        divisor: Of the sums; None for the rows of the batch.
-        has_equal_rows: Whether all batches must have as many rows; False by default.
-        blocks: The variables in lists that move in turn.
-        log: Of the steps.
+        rule: Rule that moves the variables along the noisy mean.
+        variables: Variables that are trained.
+        clip: Clip norm C.
+        noise_multiplier: Noise multiplier z; assigned before the first step, as what follows.
+        norm_bound: Bound that no gradient exceeds, but for rounding.
+        divisor: Constant divisor of the noisy sum; None to divide by the number of rows.
+        blocks: Lists of the variables that move in turn.
 
     Args:
-        rule: What is made of the noisy mean.
-        variables: All that are trained.
-        clip: C.
-        noise_multiplier: z.
-        divisor: Of the sums.
+        rule: Rule that moves the variables along the noisy mean.
+        variables: Variables that are trained.
+        clip: Clip norm C.
+        noise_multiplier: Noise multiplier z.
+        divisor: Constant divisor, or None.
         kept: Other variables that nobody else may write: moments.
-        blocks: One by default.
+        blocks: Lists of the variables that move in turn; one by default.
 
     Raises:
         UnsupportedRunError: Squares of gradients as short as C underflow.
@@ -97,59 +116,74 @@ class PrivateStep:
                 "shorter gradients underflow, and they are not clipped. Scale the loss up, or "
                 "train in float64."
             )
-        self.clip, self.noise_multiplier, self.divisor = clip, noise_multiplier, divisor
-        self.variables, self.blocks = list(variables), tuple(blocks) or (tuple(variables),)
+        self.rule, self.clip, self.noise_multiplier, self.divisor = (
+            rule, clip, noise_multiplier, divisor,
+        )  # fmt: skip
+        self.variables, self._kept = list(variables), list(kept)
+        self.blocks = tuple(blocks) or (tuple(variables),)
         self.norm_bound = math.inf
-        self._rule, self._kept, self.has_equal_rows = rule, list(kept), False
         # Philox makes its numbers of a key and a counter that only moves ahead, and both begin
         # where the operating system says: tf.random.set_seed does not touch it.
         with tf.init_scope():  # outside of checkpoints, which would repeat its numbers
             state = np.frombuffer(os.urandom(24), np.int64)  # a counter of 128 bits, a key of 64
             self._generator = tf.random.Generator.from_state(state, alg="philox")
-        self.log = StepLog(self._tracked)
-        self._begun: Prepared | None = None  # of a step that has more blocks
 
     def take(
-        self, passes: Sequence[Callable[[], ExampleGradients]], rows: tf.Tensor, dealt: tf.Tensor
-    ) -> ExampleGradients:
-        """A step of all blocks in turn, on what all replicas find together.
+        self,
+        passes: Sequence[Callable[[], ExampleGradients]],
+        rows: tf.Tensor,
+        rate: tf.Tensor,
+        left: Sequence[tf.Tensor],
+    ) -> tuple[ExampleGradients, tf.Tensor, tf.Tensor]:
+        """Takes a step of all blocks in turn, on what all replicas find together.
+
+        A block does not move if a gradient is too long or not finite, nor does any after it.
 
         Args:
-            passes: Each gives the gradients of the batch for one block, at the current values.
-            rows: The first ones, which are examples; all others are padding.
-            dealt: The step, from 0 on, that the batch was dealt for.
+            passes: Functions that give the gradients of the batch for one block, at the current
+                values.
+            rows: Number of examples, which are the first rows of the batch; others are padding.
+            rate: Learning rate.
+            left: Values that the step before left, as of `values`.
 
         Returns:
-            What the first pass gave.
+            What the first pass gave; the norm of the longest gradient, inf if one is not finite;
+            and whether nothing but the steps has written to the variables.
         """
-        self.begin()
-        found = []
-        for gradients_of in passes:
+        found: list[ExampleGradients] = []
+        longest, same = tf.zeros([], tf.float64), None
+        for block, gradients_of in zip(self.blocks, passes, strict=True):
             found.append(gradients_of())
-            sums, largest = self._sums(found[-1], rows)
-            together(self._commit_sums, sums, largest, dealt, rows)
-        return found[0]
 
-    def begin(self) -> None:
-        """What comes next is the first block of a step."""
-        self._begun = None
+            def act(
+                sums: Any, norm: Any, rows: Any, block: Any = block, longest: Any = longest,
+                same: Any = same,
+            ) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
+                same = self.is_left(left) if same is None else same
+                along = self.direction(sums, rows)
+                longest = tf.maximum(longest, norm)
+                longest = tf.where(self.rule.is_finite(along), longest, _INFINITE)
+                self.rule.move(block, along, rate, self.is_fine(longest) & same)
+                return longest, same
 
-    def prepare(self, found: ExampleGradients, rows: tf.Tensor | None = None) -> Prepared:
-        """The noisy update of the next block.
+            longest, same = together(act, *self.sums(found[-1], rows), rows)
+        assert same is not None
+        return found[0], longest, same
 
-        Args:
-            found: Of the batch.
-            rows: The first ones, which are examples; None for all.
-        """
-        sums, largest = self._sums(found, rows)
-        if rows is None:
-            rows = tf.size(found.norms, tf.int64)
-        return self._of_sums(sums, largest, None, rows)
+    def is_fine(self, longest: tf.Tensor) -> tf.Tensor:
+        """Whether no gradient is longer than the bound, and all are finite."""
+        limit = min(self.norm_bound * (1 + SLACK), float(np.finfo(float).max))
+        return longest <= tf.constant(limit, tf.float64)
 
-    def _sums(
+    def sums(
         self, found: ExampleGradients, rows: tf.Tensor | None
     ) -> tuple[list[list[Any]], tf.Tensor]:
-        """The sums that the rule wants, and the longest gradient, infinite if one is not finite."""
+        """The sums that the rule wants, and the longest gradient, infinite if one is not finite.
+
+        Args:
+            found: Gradients of the batch.
+            rows: Number of examples, which are the first rows; None for all.
+        """
         norms, nothing = found.norms, tf.zeros_like(found.norms)
         is_example = None if rows is None else tf.range(tf.size(norms, tf.int64)) < rows
 
@@ -157,10 +191,9 @@ class PrivateStep:
             return values if is_example is None else tf.where(is_example, values, nothing)
 
         norms = of_examples(norms)
-        infinite = tf.constant(math.inf, tf.float64)
-        lengths = tf.where(tf.math.is_finite(norms), norms, infinite)
+        lengths = tf.where(tf.math.is_finite(norms), norms, _INFINITE)
         largest = tf.maximum(tf.reduce_max(lengths), tf.zeros([], tf.float64))  # of no rows, too
-        factors = self._rule.factors(norms, self.clip, self._dtype)
+        factors = self.rule.factors(norms, self.clip, self._dtype)
         return [found.weighted_sum(of_examples(part)) for part in factors], largest
 
     def _with_noise(self, sums: Sequence[Any]) -> list[Any]:
@@ -170,71 +203,345 @@ class PrivateStep:
         noise = [self._generator.normal(tf.shape(s), stddev=scale, dtype=s.dtype) for s in sums]
         return [s + n for s, n in zip(sums, noise, strict=True)]
 
-    def _commit_sums(self, sums: Any, largest: Any, dealt: Any, rows: Any) -> None:
-        self.commit(self._of_sums(sums, largest, dealt, rows))
-
-    def _of_sums(self, sums: Any, largest: Any, dealt: Any, rows: Any) -> Prepared:
+    def direction(self, sums: Sequence[Any], rows: tf.Tensor) -> tuple[list[Any], Any]:
+        """What the rule moves along, and what it keeps."""
         divisor = tf.cast(rows if self.divisor is None else self.divisor, tf.float64)
         means = [part / tf.cast(divisor, part.dtype) for part in self._with_noise(sums[0])]
-        gradients, kept = self._rule.direction(means, sums[1:], divisor)
-        is_finite = tf.math.is_finite(largest)
-        holds = {
-            Problem.GRADIENT: (largest <= self.norm_bound * (1 + SLACK)) | ~is_finite,
-            Problem.NOT_FINITE: is_finite,
-        }
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            problem = tf.bitwise.bitwise_or(begun.problem, as_bits(holds))
-            largest, before = tf.maximum(begun.largest, largest), begun.before
-            return Prepared(begun.block + 1, gradients, kept, rows, problem, largest, before)
-        steps = self.log.steps
-        holds[Problem.WEIGHTS] = self.log.is_iterate(self._tracked)
-        if dealt is not None:
-            holds[Problem.BATCH] = tf.equal(dealt, steps)
-        if self.has_equal_rows:
-            expected = self.log.last_rows if self.divisor is None else self.divisor
-            is_first = tf.equal(steps, 0) & (self.divisor is None)
-            holds[Problem.ROWS] = (rows > 0) & (is_first | tf.equal(rows, expected))
-        holds[Problem.ENDED] = self.log.begin()
-        problem = self.log.with_standing(as_bits(holds) + self._rule.problem(steps))
-        before = [v.read_value() for v in self.variables] if len(self.blocks) > 1 else []
-        return Prepared(0, gradients, kept, rows, problem, largest, before)
+        return self.rule.direction(means, sums[1:], divisor)
 
-    def commit(self, prepared: Prepared) -> None:
-        """Moves a block; after the last one the step is written down, or all is put back."""
-        fine, rate = tf.equal(prepared.problem, 0), self._rule.rate()
-        self._rule.move(self.blocks[prepared.block], prepared.gradients, rate, fine)
-        if prepared.block + 1 < len(self.blocks):
-            self._begun = prepared
-            return
-        for variable, old in zip(self.variables, prepared.before, strict=False):
-            variable.assign(tf.where(fine, variable.read_value(), old))
-        self._rule.finish(self.variables, prepared.kept, fine)
-        self.log.write(
-            rows=prepared.rows,
-            problem=prepared.problem,
-            variables=self._tracked,
-            values=[rate, self.clip, self.noise_multiplier, self._rule.decay, prepared.largest],
-        )
+    # What only the steps may write
 
-    # On the host
+    def values(self) -> list[tf.Tensor]:
+        """The values of the variables, of all replicas, and of what the rule keeps."""
+        return [v.read_value() for v in copies([*self.variables, *self._kept])]
 
-    @property
-    def next_block(self) -> int:
-        """The place of the block that the next update moves."""
-        return 0 if self._begun is None else self._begun.block + 1
+    def is_left(self, left: Sequence[Any], variables: Sequence[Any] | None = None) -> tf.Tensor:
+        """Whether variables have the values that a step left.
 
-    @property
-    def _tracked(self) -> list[Any]:
-        return copies([*self.variables, *self._kept])
+        Args:
+            left: What `values` gave then.
+            variables: Variables that are trained now; None for those of before.
+        """
+        now = copies([*(self.variables if variables is None else variables), *self._kept])
+        if [v.shape for v in now] != [value.shape for value in left]:
+            return tf.constant(False)
+        same = [
+            tf.reduce_all(tf.equal(_bits(v), _bits(value)))
+            for v, value in zip(now, left, strict=True)
+        ]
+        return tf.reduce_all(tf.stack(same))
 
-    def is_iterate(self, variables: Sequence[Any]) -> bool:
-        """Whether variables, and what the rule keeps, are as the last step left them."""
-        return bool(self.log.is_iterate(copies([*variables, *self._kept])))
+
+class Iterate:
+    """What the last step left, held by the host while no step is taken.
+
+    Attributes:
+        last: The last step.
+        values: Values that it left.
+
+    Args:
+        step: The private step.
+    """
+
+    def __init__(self, step: PrivateStep):
+        self._step = step
+        self.stands_at(0, 0)
 
     def stands_at(self, steps: int, rows: int, largest: float = 0.0) -> None:
         """Takes the variables of the moment for what so many steps left."""
-        self.log.resume(steps, rows, largest, self._tracked)
+        self.last = StepEntry(steps, steps, rows, largest_norm=largest)
+        self.values = self._step.values()
+
+    def is_left(self, variables: Sequence[Any]) -> bool:
+        """Whether variables, and what the rule keeps, are as the last step left them."""
+        return bool(self._step.is_left(self.values, variables))
+
+    def lost(self) -> None:
+        """Notes that a call of the device was not finished: steps may have been taken."""
+        self.last = attrs.evolve(self.last, drawn=self.last.drawn + 1)
+
+
+def _bits(value: Any) -> tf.Tensor:
+    tensor = tf.convert_to_tensor(value)
+    return tf.bitcast(tensor, tf.int32 if tensor.dtype == tf.float32 else tf.int64)
+
+
+# Rules
+
+
+def _group_norms(values: tf.Tensor, axis: int | None) -> tf.Tensor:
+    axes = group_axes(len(values.shape), axis)
+    wide = tf.cast(values, tf.float64)
+    norms = tf.sqrt(tf.reduce_sum(tf.square(wide), axis=axes, keepdims=True))
+    return tf.cast(norms, values.dtype)
+
+
+TENSORFLOW_PROX = ProxOperations(maximum=tf.maximum, minimum=tf.minimum, group_norms=_group_norms)
+"""What `Regulariser.prox` computes with on tensors."""
+
+
+class PlainSGD:
+    """SGD with decoupled decay, proximal map and projection.
+
+    Attributes:
+        decay: Weight decay w.
+
+    Args:
+        decay: Weight decay w.
+        prox: Regulariser h, or None.
+        radius: Radius R, or None for no projection.
+    """
+
+    def __init__(
+        self, *, decay: float = 0.0, prox: Regulariser | None = None, radius: float | None = None
+    ):
+        self.decay, self._prox, self._radius = decay, prox, radius
+
+    def factors(self, norms: tf.Tensor, clip: float, dtype: Any) -> list[tf.Tensor]:
+        """Returns what the gradient of each example is multiplied with, for each sum.
+
+        Args:
+            norms: Norms of the gradients, float64.
+            clip: Clip norm C.
+            dtype: Precision of the gradients.
+        """
+        bound = tf.constant(clip, tf.float64)
+        return [bound / tf.maximum(norms, bound)]
+
+    def direction(self, noisy: list[Any], rests: Sequence[Any], divisor: Any) -> tuple[Any, Any]:
+        """Returns what the update is along, and what the rule keeps.
+
+        Args:
+            noisy: Noisy mean of the clipped gradients.
+            rests: Other sums.
+            divisor: Divisor of the mean, float64.
+        """
+        return noisy, None
+
+    def is_finite(self, along: tuple[Any, Any]) -> tf.Tensor:
+        """Returns whether what the rule keeps is finite; gradients are looked at elsewhere."""
+        return tf.constant(True)
+
+    def move(
+        self, variables: Sequence[Any], along: tuple[Any, Any], rate: Any, fine: tf.Tensor
+    ) -> None:
+        """Moves the variables if the step is taken.
+
+        Args:
+            variables: Variables that move.
+            along: What `direction` gave.
+            rate: Learning rate.
+            fine: Whether the step is taken.
+        """
+        for gradient, variable in zip(along[0], variables, strict=True):
+            step, old = tf.cast(rate, gradient.dtype), variable.read_value()
+            # tf.cast of the decay would go through float32.
+            kept = old * (1 - step * tf.constant(self.decay, old.dtype)) if self.decay else old
+            new = kept - step * gradient
+            if self._prox is not None:
+                new = self._prox.prox(new, step, TENSORFLOW_PROX)
+            # tf.where and not a factor 0: a refused gradient may hold NaN.
+            variable.assign(tf.where(fine, new, old))
+        if self._radius is not None:
+            project(variables, self._radius, fine)
+
+
+class AnyOptimizer(PlainSGD):
+    """An optimizer of Keras along the noisy gradients, with its own learning rate and count.
+
+    Args:
+        apply: Function that updates variables along gradients.
+    """
+
+    def __init__(self, apply: Callable[[Any, Any], Any]):
+        super().__init__()
+        self._apply = apply
+
+    def move(
+        self, variables: Sequence[Any], along: tuple[Any, Any], rate: Any, fine: tf.Tensor
+    ) -> None:
+        """As for `PlainSGD`."""
+
+        def update() -> tf.Tensor:
+            self._apply(along[0], variables)
+            return tf.constant(True)
+
+        tf.cond(fine, update, lambda: tf.constant(False))
+
+
+def project(variables: Sequence[Any], radius: float, is_fine: tf.Tensor) -> None:
+    """Projects the variables together on the ball around 0, unless the step was refused.
+
+    The radius is lowered by two units of rounding, so that the result lies inside the ball.
+
+    Args:
+        variables: What is projected, in place.
+        radius: Of the ball.
+        is_fine: Whether the step is taken.
+    """
+    eps = max(float(np.finfo(v.dtype.as_numpy_dtype).eps) for v in variables)
+    norm = joint_norm(variables)
+    factor = tf.minimum(tf.constant(1.0, tf.float64), radius * (1 - 2 * eps) / norm)
+    factor = tf.where(is_fine, factor, tf.ones_like(factor))
+    for variable in variables:
+        variable.assign(variable.read_value() * tf.cast(factor, variable.dtype.base_dtype))
+
+
+def check_within(variables: Sequence[Any], radius: float | None) -> None:
+    """Refuses initial variables outside of the ball; None is no ball.
+
+    Raises:
+        UnsupportedRunError: They are.
+    """
+    if radius is None:
+        return
+    norm = float(joint_norm(variables))
+    if not norm <= radius * (1 + SLACK):
+        raise refusal(
+            f"Expected initial variables within projection_radius = {radius:g} of 0, got norm "
+            f"{norm:g}. Initialise smaller, or raise the radius."
+        )
+
+
+def joint_norm(parts: Sequence[Any]) -> tf.Tensor:
+    """The L2 norm of all parts as one vector, in float64 (0-dim), without over- or underflow."""
+    doubles = [tf.cast(part, tf.float64) for part in parts]
+    unit = tf.ones([], tf.float64)  # squares of float32 numbers are within float64
+    if any(part.dtype.base_dtype == tf.float64 for part in parts):
+        largest = tf.reduce_max(tf.stack([tf.reduce_max(tf.abs(part)) for part in doubles]))
+        unit = tf.where(largest > 0, largest, tf.ones_like(largest))
+        doubles = [part / unit for part in doubles]
+    return unit * tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(part)) for part in doubles]))
+
+
+# Optimizers of Keras, and variables
+
+
+def refuse_noise(optimizer: Any) -> None:
+    """Raises UnsupportedRunError if an optimizer would clip and add noise a second time."""
+    kinds = type(optimizer).__mro__
+    is_theirs = any(kind.__module__.startswith("tensorflow_privacy.") for kind in kinds)
+    if hasattr(optimizer, "for_model"):
+        what = f"{type(optimizer).__name__} within another rule, or after compile"
+        remedy = "Pass it to compile alone; or "
+    elif is_theirs or hasattr(optimizer, "_dp_sum_query"):
+        what = f"one of TensorFlow Privacy, {type(optimizer).__name__}"
+        remedy = (
+            "Pass CyclicDPKerasSGDOptimizer(...) with the same arguments, which leaves both to the "
+            "model; or "
+        )
+    else:
+        return
+    raise refusal(
+        f"Expected an optimizer without noise in compile, got {what}: the model clips and adds the "
+        f"noise itself, and noise would be added twice. {remedy}tf.keras.optimizers.SGD(...), "
+        "within DiceUpdate(...) or BlockCoordinateUpdate(...) for those, and l2_norm_clip and "
+        "noise_multiplier to the model."
+    )
+
+
+class Update:
+    """What an optimizer of Keras makes of noisy gradients.
+
+    Plain SGD is done here, by the rule of the event; all else is Keras'. An optimizer with noise of
+    this package says in `plain_update` how Keras moves along gradients that have it, and in
+    `is_private_sgd` whether that is SGD.
+
+    Args:
+        optimizer: The compiled one.
+        variables: Those that are trained.
+
+    Raises:
+        UnsupportedRunError: It scales losses.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any]):
+        if not keras_api.is_optimizer(optimizer):
+            raise refusal(
+                f"Expected an optimizer of Keras in compile, got {type(optimizer).__name__}."
+            )
+        if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
+            raise refusal(
+                "Expected a full-precision policy, got loss scaling (mixed_float16): clip and "
+                "noise would act on the scaled gradient. Train in float32 or float64."
+            )
+        if getattr(optimizer, "loss_scale_factor", None) is not None:
+            raise refusal(
+                f"Expected loss_scale_factor = None, got {optimizer.loss_scale_factor}: the "
+                "optimizer would divide the noisy gradients by it, of losses that were not scaled. "
+                "Leave it out."
+            )
+        self.optimizer = optimizer
+        keras_api.build_optimizer(optimizer, variables)
+        self.options = self._options()
+        is_sgd = keras_api.is_sgd(optimizer) or getattr(optimizer, "is_private_sgd", False)
+        self.is_plain_sgd = is_sgd and self.why_not_plain == ""
+        state = keras_api.state_of(optimizer)
+        self.slots = [v for v in state if v.dtype.base_dtype in _PRECISIONS]
+
+    def _options(self) -> dict[str, Any]:
+        own = self.optimizer
+        options = {name: getattr(own, name, None) for name in _PLAIN}
+        options["use_ema"] = getattr(own, "use_ema", False)
+        options["weight_decay"] = getattr(own, "weight_decay", None)
+        return {**options, **keras_api.update_options(own)}
+
+    @property
+    def why_not_plain(self) -> str:
+        """The first option that makes it another rule than plain SGD, or ""."""
+        for name, value in self.options.items():
+            neutral = _PLAIN.get(name)
+            if name == "weight_decay" or value == neutral or not value:
+                continue
+            return f"{name} = {value!r}"
+        return ""
+
+    @property
+    def name(self) -> str:
+        """The optimizer in a few words."""
+        name = getattr(self.optimizer, "update_rule", type(self.optimizer).__name__)
+        return f"{name} with {self.why_not_plain}" if self.why_not_plain else name
+
+    @property
+    def given_rate(self) -> Any:
+        """The learning rate as it was given: a number (a variable), a schedule, or a function."""
+        return keras_api.given_rate(self.optimizer)
+
+    @property
+    def weight_decay(self) -> float:
+        """Decoupled, of plain SGD; 0 for none."""
+        return float(self.options["weight_decay"] or 0.0)
+
+    @property
+    def iterations(self) -> Any:
+        """The count of Keras."""
+        return keras_api.iterations_of(self.optimizer)
+
+    def rate(self) -> tf.Tensor:
+        """The learning rate of the next update."""
+        return keras_api.rate_of(self.optimizer)
+
+    def check_options(self) -> None:
+        """Raises UnsupportedRunError if an option was changed since the run began."""
+        for name, value in self._options().items():
+            if value != self.options[name]:
+                raise refusal(
+                    f"Expected {name} = {self.options[name]!r}, as when the run began, got "
+                    f"{value!r}: the event has one update rule. Compile again for another run."
+                )
+
+    def rule(self, prox: Regulariser | None = None, radius: float | None = None) -> PlainSGD:
+        """What a step makes of noisy gradients; proximal map and projection need plain SGD."""
+        if not self.is_plain_sgd:
+            apply = functools.partial(keras_api.apply_gradients, self.optimizer)
+            return AnyOptimizer(getattr(self.optimizer, "plain_update", apply))
+        return PlainSGD(decay=self.weight_decay, prox=prox, radius=radius)
+
+    def count(self, steps: Any) -> None:
+        """Notes so many updates, where Keras does not make them and counts them itself."""
+        if self.is_plain_sgd:
+            self.iterations.assign_add(tf.cast(steps, self.iterations.dtype))
+            keras_api.note_update(self.optimizer)
 
 
 def check_variables(variables: Sequence[Any]) -> None:

@@ -1,9 +1,15 @@
-"""The private steps of a run, and what a record is told of them."""
+"""What a model is compiled with, and what makes and tells the private steps of a run of it.
+
+An `UpdateRule` says which algorithm it is; the `Algorithm` makes its steps and says what run they
+make. Both are here for DP-SGD along an optimizer of Keras; DiceSGD and DP-MBCD override them.
+"""
 
 from __future__ import annotations
 
+import functools
+import importlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -30,10 +36,17 @@ from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 from hidden_state_adapters.tf_privacy.origins import RunState, Training
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
-from hidden_state_adapters.tf_privacy.rules import PlainSGD, Update, check_within
 from hidden_state_adapters.tf_privacy.settings import EVERY_FEATURE, Declared, Settings
-from hidden_state_adapters.tf_privacy.step import PrivateStep, check_variables
-from hidden_state_adapters.tf_privacy.step_log import StepEntry
+from hidden_state_adapters.tf_privacy.step import (
+    Iterate,
+    PlainSGD,
+    PrivateStep,
+    StepEntry,
+    Update,
+    check_variables,
+    check_within,
+    refuse_noise,
+)
 
 
 @attrs.frozen
@@ -67,7 +80,61 @@ class StepsAhead:
         return run
 
 
-class Mechanism:
+class UpdateRule:
+    """DP-SGD along an optimizer of Keras. Other mechanisms override what makes the steps.
+
+    Files of Keras hold the optimizer by themselves, and `plain_rule` in the model's configuration.
+
+    Args:
+        optimizer: Of Keras, or its name.
+    """
+
+    def __init__(self, optimizer: Any):
+        self.optimizer = optimizer
+
+    def declared(self, settings: Settings) -> Declared:
+        """What is said of the loss.
+
+        Raises:
+            UnsupportedRunError: Two things say it.
+        """
+        return settings.declared
+
+    def steps(
+        self, settings: Settings, optimizer: Any, plan: BatchPlan | None, variables: Sequence[Any]
+    ) -> Algorithm:
+        """What makes the steps of a run.
+
+        Args:
+            settings: Of the model.
+            optimizer: The one that Keras has compiled.
+            plan: The batches.
+            variables: Those that are trained.
+
+        Raises:
+            UnsupportedRunError: No such run can be accounted.
+        """
+        return Algorithm(settings, Update(optimizer, variables), plan, variables)
+
+    def with_places(self, model: Any) -> UpdateRule:
+        """A rule for files: variables are named by their places among those that a model trains.
+
+        Raises:
+            UnsupportedRunError: It is about other variables.
+        """
+        return self
+
+    def get_config(self) -> dict[str, Any]:
+        """The arguments but the optimizer, as plain types."""
+        return {}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> UpdateRule:
+        """Inverse of `get_config`, for an optimizer that is still to be given."""
+        return cls(None, **config)
+
+
+class Algorithm:
     """Makes private steps, and says what run they make: DP-SGD along an optimizer of Keras.
 
     A model asks it for steps on the batches of a plan, an optimizer shows it gradients of its own.
@@ -120,6 +187,7 @@ class Mechanism:
             kept=update.slots,
             blocks=blocks,
         )
+        self.iterate: Any = Iterate(self.step)  # an optimizer in a loop has a `Watch`
         self._loss: LossGeometry | None = None
         self.training = Training(self)
         self.asked_for: int | None = None  # steps, by the only call of fit so far
@@ -156,28 +224,57 @@ class Mechanism:
         return self._update.rule(self._settings.prox, self._settings.projection_radius)
 
     def take(
-        self, passes: Sequence[Callable[[], ExampleGradients]], step: tf.Tensor, rows: tf.Tensor
-    ) -> ExampleGradients:
-        """Clips, adds noise, moves the variables, and writes down what was done.
-
-        Args:
-            passes: Each gives the gradients of the batch, padding included, at the current values;
-                one for each of `blocks`, or one for all variables.
-            step: Which one the batch was dealt for, from 0 on.
-            rows: The first ones, which are examples.
-
-        Returns:
-            What the first pass gave.
-        """
+        self,
+        passes: Sequence[Callable[[], ExampleGradients]],
+        rows: tf.Tensor,
+        rate: tf.Tensor,
+        left: Sequence[tf.Tensor],
+    ) -> tuple[ExampleGradients, tf.Tensor, tf.Tensor]:
+        """Clips, adds noise, and moves the variables; see `PrivateStep.take`."""
         refuse_surroundings(self._strategy)  # fit enters the strategy of the model
-        return self.step.take(passes, rows, step)
+        return self.step.take(passes, rows, rate, left)
+
+    def rate(self) -> tf.Tensor:
+        """Returns the learning rate of the next update."""
+        return self._update.rate()
+
+    def count(self, steps: Any) -> None:
+        """Notes so many updates in Keras' count."""
+        self._update.count(steps)
+
+    def rates(self, count: int) -> list[float]:
+        """Returns the learning rates of the next steps; of Keras' own updates 1."""
+        if not self._update.is_plain_sgd:
+            return [1.0] * count
+        if _is_schedule(self.given_rate):
+            numbers = int(self.iterations.numpy()) + np.arange(count)
+            return [float(rate) for rate in self._of_schedule(tf.constant(numbers, tf.int64))]
+        return [float(self._update.rate()) for _ in range(count)]
+
+    @functools.cached_property
+    def _of_schedule(self) -> Callable[[tf.Tensor], tf.Tensor]:
+        def rate(number: tf.Tensor) -> tf.Tensor:
+            return tf.cast(self.given_rate(number), tf.float32)
+
+        return tf.function(
+            lambda numbers: tf.map_fn(rate, numbers, fn_output_signature=tf.float32),
+            [tf.TensorSpec([None], tf.int64)],
+        )
+
+    def took(self, entries: Sequence[StepEntry], values: Sequence[tf.Tensor]) -> None:
+        """Notes steps that were taken together, and the values that they left."""
+        if entries:
+            self.iterate.last = entries[-1]  # first, so that none is taken that does not count
+        self.iterate.values = values
+        self._update.count(len(entries))
 
     # What it is
 
     @property
     def last_step(self) -> StepEntry:
         """What the last step did, and how many there were."""
-        return self.step.log.read()
+        entry: StepEntry = self.iterate.last
+        return entry
 
     @property
     def has_stepped(self) -> bool:
@@ -191,10 +288,10 @@ class Mechanism:
 
     def check_run(self) -> None:
         """Raises UnsupportedRunError if noise was made that no step was taken with."""
-        entry, drawn = self.last_step, self.step.log.totals().drawn
-        if drawn != entry.steps:
+        entry = self.last_step
+        if entry.drawn != entry.steps:
             raise refusal(
-                f"Noisy gradients were computed {drawn} times, but {entry.steps} steps were "
+                f"Noisy gradients were computed {entry.drawn} times, but {entry.steps} steps were "
                 "taken: the others were refused, interrupted or not applied. What ended the run "
                 "may depend on the examples, and the bound is about a number of steps that does "
                 f"not. Start again with another optimizer. {entry.problem}".rstrip()
@@ -202,10 +299,8 @@ class Mechanism:
 
     @property
     def kind(self) -> str:
-        """The model's steps, with their update rule, and the microbatches that are its records."""
-        each = self.examples_of_record
-        grouping = f" on microbatches of {each} examples" if each > 1 else ""
-        return f"HiddenStateModel with {self._update.name}{grouping}"
+        """The model's steps, with their update rule."""
+        return f"HiddenStateModel with {self._update.name}"
 
     @property
     def hidden_state(self) -> str:
@@ -229,7 +324,7 @@ class Mechanism:
             ValueError: The private state is damaged.
         """
         longest = state.declared.longest_gradient  # each was compared with it
-        self.step.stands_at(state.num_steps, state.batch_size, longest)
+        self.iterate.stands_at(state.num_steps, state.batch_size, longest)
         self.iterations.assign(state.iterations)
         self.training.resume(variables)
         self._is_resumed = True
@@ -252,7 +347,7 @@ class Mechanism:
     def goes_back(self) -> None:
         """Takes the weights of the moment, made of those of earlier steps, for the newest."""
         last = self.last_step
-        self.step.stands_at(last.steps, last.rows)
+        self.iterate.stands_at(last.steps, last.rows)
 
     def trains(self, variables: Sequence[Any]) -> bool:
         """Whether these are the variables of the run."""
@@ -260,7 +355,8 @@ class Mechanism:
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Whether variables, and the optimizer's, are as the last step left them, bit by bit."""
-        return self.step.is_iterate(variables)
+        left: bool = self.iterate.is_left(variables)
+        return left
 
     def begin(self, declared: Declared) -> None:
         """Takes over the geometry of the loss."""
@@ -343,46 +439,45 @@ class Mechanism:
         Raises:
             UnsupportedRunError: Their learning rates are not known.
         """
-        first, count = run.num_steps, ahead.steps - run.num_steps
-        rates = _rates_ahead(self.given_rate, int(self.iterations.numpy()), count)
-        if rates is None:
-            if self.known_loss(Declared()) is not None:
-                raise refusal(
-                    "Expected a number or a schedule of Keras as learning rate with "
-                    "target_epsilon, EarlyStopping or save_best_only, got a function: epsilon "
-                    "depends on the rates of all steps. Use tf.keras.optimizers.schedules."
-                )
-            rates = [float(self._update.rate())] * count
-        log, plan = self.last_step, self._plan
+        first, plan = run.num_steps, self._plan
+        is_function = callable(self.given_rate) and not _is_schedule(self.given_rate)
+        if is_function and self.known_loss(Declared()) is not None:
+            raise refusal(
+                "Expected a number or a schedule of Keras as learning rate with target_epsilon, "
+                "EarlyStopping or save_best_only, got a function: epsilon depends on the rates of "
+                "all steps. Use tf.keras.optimizers.schedules."
+            )
+        rates = self.rates(ahead.steps - first)
+        rows = min(plan.batch_size, plan.max_batch_size or plan.batch_size)
 
         def step(number: int) -> Step:
-            entry = attrs.evolve(
-                log,
-                rows=min(plan.batch_size, plan.max_batch_size or plan.batch_size),
-                learning_rate=rates[number - first],
-                l2_norm_clip=self.l2_norm_clip,
-                noise_multiplier=self.noise_multiplier,
-                weight_decay=self._update.weight_decay,
-                largest_norm=0.0,
-            )
+            entry = StepEntry(rows=rows, learning_rate=rates[number - first])
             return attrs.evolve(self.step_of(entry), batch=number % plan.num_batches)
 
         return ahead.add_to(run, step)
 
     def step_of(self, entry: StepEntry) -> Step:
-        """What an entry of the log says to the run.
-
-        A rule that is not plain SGD's is recorded as a step that moves.
+        """Returns what a step says to the run.
 
         Raises:
             UnsupportedRunError: It is no step of such a run.
         """
         self._update.check_options()
-        step = as_step(entry)
-        expands = step.learning_rate * step.weight_decay >= 1 and self._loss is None
-        if not self._update.is_plain_sgd or expands:
-            return attrs.evolve(step, learning_rate=1.0, weight_decay=0.0)
-        return attrs.evolve(step, learning_rate=as_meant(step.learning_rate))
+        rate, decay = self._rate_and_decay(as_meant(entry.learning_rate))
+        return Step(
+            noise_multiplier=self.noise_multiplier,
+            clip_norm=self.l2_norm_clip,
+            learning_rate=rate,
+            weight_decay=decay,
+            rows=entry.rows,
+            largest_norm=entry.largest_norm,
+        )
+
+    def _rate_and_decay(self, rate: float) -> tuple[float, float]:
+        """Returns those of a step; a rule that is not plain SGD's is one that moves."""
+        decay = self._update.weight_decay
+        expands = rate * decay >= 1 and self._loss is None
+        return (rate, decay) if self._update.is_plain_sgd and not expands else (1.0, 0.0)
 
     def line_before(self, relation: NeighboringRelation) -> str:
         """Whether the update contracts, assuming the hyper-parameters of the next step."""
@@ -390,16 +485,8 @@ class Mechanism:
         if self._loss is None and not is_drop_in:  # composition is what was asked for
             return ""
         run = self.new_run(Declared())
-        run.add(
-            Step(
-                noise_multiplier=self.noise_multiplier,
-                clip_norm=self.l2_norm_clip,
-                learning_rate=as_meant(float(self._update.rate())),
-                weight_decay=self._update.weight_decay,
-                batch=0,
-                rows=self._plan.batch_size,
-            )
-        )
+        entry = StepEntry(rows=self._plan.batch_size, learning_rate=float(self._update.rate()))
+        run.add(attrs.evolve(self.step_of(entry), batch=0))
         return no_contraction_line(run.event(), relation)
 
     def checked(self) -> list[str]:
@@ -470,18 +557,6 @@ class Mechanism:
         return self._update.given_rate
 
 
-def as_step(entry: StepEntry) -> Step:
-    """What an entry of the log says to a run."""
-    return Step(
-        noise_multiplier=entry.noise_multiplier,
-        clip_norm=entry.l2_norm_clip,
-        learning_rate=entry.learning_rate,
-        weight_decay=entry.weight_decay,
-        rows=entry.rows,
-        largest_norm=entry.largest_norm,
-    )
-
-
 def as_meant(rate: float) -> float:
     """The shortest decimal that is the same float32, if it is one: Keras keeps rates in float32."""
     single = np.float32(rate)
@@ -508,25 +583,6 @@ def declared_rates(given: Any, recorded: float | Schedule) -> list[str]:
 
 def _is_schedule(given: Any) -> bool:
     return isinstance(given, tf.keras.optimizers.schedules.LearningRateSchedule)
-
-
-def _rates_ahead(given: Any, first: int, count: int) -> list[float] | None:
-    """The learning rates of the next steps, as they read them; None if a function makes them.
-
-    Args:
-        given: To the optimizer.
-        first: Keras' count at the first step.
-        count: Of the steps.
-    """
-    if _is_schedule(given):
-        numbers = tf.range(first, first + count, dtype=tf.int64)
-
-        def rate(number: tf.Tensor) -> tf.Tensor:
-            return tf.cast(given(number), tf.float32)
-
-        found = tf.function(lambda: tf.map_fn(rate, numbers, fn_output_signature=tf.float32))()
-        return [float(value) for value in found.numpy()]
-    return None if callable(given) else [float(tf.convert_to_tensor(given))] * count
 
 
 def _of_means(loss: LossGeometry | None) -> LossGeometry | None:
@@ -557,3 +613,67 @@ def _refuse_tensor_float_32() -> None:
             "gradients rounded to 10 bits do not have the declared smoothness. Call "
             "tf.config.experimental.enable_tensor_float_32_execution(False)."
         )
+
+
+# Files, and what compile is given
+
+
+def plain_rule(rule: UpdateRule, model: Any) -> dict[str, Any]:
+    """What a file tells of a rule, beside its optimizer; empty for that of the optimizer alone."""
+    if type(rule) is UpdateRule:
+        return {}
+    kind, config = type(rule), rule.with_places(model).get_config()
+    return {
+        "module": kind.__module__,
+        "name": tf.keras.utils.get_registered_name(kind),
+        "config": config,
+    }
+
+
+def rule_of(plain: Mapping[str, Any], optimizer: Any) -> Any:
+    """What a model was compiled with: the rule that `plain_rule` wrote down, or the optimizer.
+
+    Raises:
+        UnsupportedRunError: The rule is a class of somebody else that Keras does not know.
+    """
+    if not plain:
+        return optimizer
+    if plain["module"].startswith("hidden_state_adapters."):  # whose modules are loaded lazily
+        importlib.import_module(plain["module"])
+    kind = tf.keras.utils.get_registered_object(plain["name"])
+    if kind is None:
+        raise refusal(
+            f"Expected the class {plain['name']}, which the model was compiled with, got none of "
+            "this name. Decorate it with tf.keras.utils.register_keras_serializable, and import it "
+            "before the model is loaded."
+        )
+    # Not Keras' way back: it has another one for each format of files.
+    rule = kind.from_config(plain["config"])
+    rule.optimizer = optimizer
+    return rule
+
+
+def rule_and_settings(optimizer: Any, given: Settings) -> tuple[UpdateRule, Settings]:
+    """What a model that is compiled with an optimizer trains by.
+
+    Args:
+        optimizer: An `UpdateRule`, an optimizer of Keras or its name, or one with noise of
+            this package.
+        given: What the model was made with.
+
+    Raises:
+        UnsupportedRunError: The optimizer says something else than the model, or would add noise a
+            second time.
+        ValueError: None of the two says how long a gradient may be.
+    """
+    if hasattr(optimizer, "for_model"):  # one with noise of this package
+        rule, told = optimizer.for_model()
+        return rule, given.joined_by(type(optimizer).__name__, told)
+    rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
+    refuse_noise(rule.optimizer)
+    if given.l2_norm_clip is None:
+        raise ValueError(
+            "Expected l2_norm_clip of the model, got none. Give it to the model, or compile with "
+            "an optimizer that has it, such as CyclicDPKerasSGDOptimizer."
+        )
+    return rule, given
