@@ -33,10 +33,12 @@ from hidden_state_accountants.runs.assumptions import ONE_EXAMPLE, PUBLIC_CALLS
 from hidden_state_adapters import temperature
 from hidden_state_adapters.own_noise import OWN_NOISE, OwnGenerator
 from hidden_state_adapters.public_numbers import warn_of_delta
+from hidden_state_adapters.whitening import moment_bound, noise_is_short
 
 INTERCEPT_SHARE = 0.3
 """The constant feature of an intercept, in norms of a record."""
 _STATISTICS = 0.1  # of the squared mu of the target is for the statistics of the columns
+_COVARIANCE = 0.2  # of it is for their covariance, beside the statistics
 _TEMPERATURE = 0.03  # of it is for the temperature of probabilities
 _MOST_NOISE = 0.05  # in a mean of losses, in nats: with more a temperature is not worth its share
 _SECONDS = 2.0  # between two lines of progress
@@ -90,6 +92,11 @@ class Target:
         """Whether the noise in the means is no longer than a record: by public numbers alone."""
         return self.share(_STATISTICS).noise_multiplier * math.sqrt(columns) / records <= 1
 
+    def whitening_pays(self, records: int, columns: int) -> bool:
+        """Whether the noise in a covariance leaves much of it: by public numbers alone."""
+        std = self.share(_COVARIANCE).noise_multiplier * moment_bound(self.relation)
+        return noise_is_short(std, records, columns)
+
     def temperature_pays(self, records: int) -> bool:
         """Whether the noise in the mean losses is small: by public numbers alone."""
         noise = self.share(_TEMPERATURE).noise_multiplier * temperature.RECORD_NORM
@@ -103,11 +110,13 @@ class Recipe:
     Attributes:
         run: The steps.
         statistics: The release of the statistics of the columns; None for none.
+        covariance: That of their covariance after that; None for none.
         temperature: That of the temperature of the probabilities; None for none.
     """
 
     run: Candidate
     statistics: GaussianDpEvent | None = None
+    covariance: GaussianDpEvent | None = None
     temperature: GaussianDpEvent | None = None
 
     @classmethod
@@ -119,6 +128,7 @@ class Recipe:
         constant: float,
         has_statistics: bool,
         has_temperature: bool,
+        has_covariance: bool = False,
         **options: Any,
     ) -> Recipe:
         """The recommended fit to public numbers.
@@ -130,10 +140,12 @@ class Recipe:
             constant: The feature of the intercept; 0 without one.
             has_statistics: Whether statistics of the columns are released.
             has_temperature: Whether a temperature is, where that pays.
+            has_covariance: Whether their covariance is.
             **options: Loss, classes and clip norm, for `hidden_state_accountants.recommend`.
         """
         warn_of_delta(target.delta, shape[0])
         statistics = target.share(_STATISTICS) if has_statistics else None
+        covariance = target.share(_COVARIANCE) if has_covariance else None
         of_temperature = None
         if has_temperature and target.temperature_pays(shape[0]):
             of_temperature = target.share(_TEMPERATURE)
@@ -146,21 +158,29 @@ class Recipe:
             orders=["full"],
             momentum=True,
             neighboring_relation=target.relation,
-            spent=_together(statistics, of_temperature),
+            spent=_together(statistics, covariance, of_temperature),
             **options,
         ).best
-        return cls(run, statistics, of_temperature)
+        return cls(run, statistics, covariance, of_temperature)
 
     @property
     def beside(self) -> DpEvent | None:
         """What is released beside the steps."""
-        return _together(self.statistics, self.temperature)
+        return _together(self.statistics, self.covariance, self.temperature)
 
     @property
     def event(self) -> DpEvent:
         """Everything that is released."""
-        parts = [e for e in (self.statistics, self.run.event, self.temperature) if e is not None]
+        released = (self.statistics, self.covariance, self.run.event, self.temperature)
+        parts = [event for event in released if event is not None]
         return parts[0] if len(parts) == 1 else ComposedDpEvent(parts)
+
+    @property
+    def covariance_std(self) -> float:
+        """The noise in every entry of the sum of moments of rows of norm 1; 0 for public rows."""
+        if self.covariance is None:
+            return 0.0
+        return self.covariance.noise_multiplier * moment_bound(self.run.neighboring_relation)
 
     def guarantee(self, *assumptions: Assumption) -> Guarantee:
         """What is proved of the fit, with what it rests on.
@@ -194,6 +214,15 @@ class Recipe:
             PUBLIC_CALLS,
             Assumption.public(f"the number of records, {event.dataset_size}"),
         )
+        if self.covariance is not None:
+            texts += (
+                Assumption.checked(
+                    "the second moment of the centred features, each brought to norm 1 by itself, "
+                    "was released once, with Gaussian noise of multiplier "
+                    f"{self.covariance.noise_multiplier:.6g}; epsilon is that of everything "
+                    "together"
+                ),
+            )
         if self.temperature is not None:
             texts += (
                 Assumption.checked(

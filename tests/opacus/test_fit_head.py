@@ -36,17 +36,31 @@ def fitted(x=X, y=LABELS, **changes):
 
 
 @pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
-@pytest.mark.parametrize("classes", [2, 3])
-def test_without_noise_it_is_the_estimator(silent, classes, relation):
+@pytest.mark.parametrize(
+    ("classes", "preprocessing", "public"),
+    [(2, "whiten", None), (3, "whiten", None), (3, "auto", X[:50]), (3, "center", None)],
+)
+def test_without_noise_it_is_the_estimator(
+    silent, classes, preprocessing, public, relation, monkeypatch
+):
+    if preprocessing == "center":
+        monkeypatch.setattr("hidden_state_adapters.whitening._MOST_NOISE", 0.0)
     y = np.minimum(Y, classes - 1)
     head, guarantee = fitted(
-        y=torch.tensor(y), classes=classes, neighboring_relation=relation, feature_norm=1.0
+        y=torch.tensor(y), classes=classes, neighboring_relation=relation, public_features=public
     )
     model = PrivateClassifier(
-        3.0, 1e-5, classes=list(range(classes)), neighboring_relation=relation
+        3.0,
+        1e-5,
+        classes=list(range(classes)),
+        preprocessing=preprocessing,
+        public_features=None if public is None else public.numpy(),
+        neighboring_relation=relation,
     ).fit(ROWS, y)
     means = model._statistics.means
     rows = (ROWS - means) / math.sqrt(1 - means @ means)
+    if model._statistics.whitening is not None:
+        rows = rows @ model._statistics.whitening
     logits = (rows @ model.coef_.T + model.intercept_) / model.temperature_
     if classes == 2:
         logits = logits * [-0.5, 0.5]
@@ -87,13 +101,36 @@ def test_all_that_is_drawn_has_the_std_of_the_accounted_event(monkeypatch):
 
     monkeypatch.setattr(OwnGenerator, "normal", recorded)
     _, guarantee = fitted(feature_norm=2.0, x=2 * X)
-    (mean, shape), *steps, (losses, four) = drawn
+    (mean, shape), (moment, of_moment), *steps, (losses, four) = drawn
     assert four == (4,)
-    assert shape == (D,)
+    assert (shape, of_moment) == ((D,), (D, D))
     assert set(steps) == {(steps[0][0], (D + 1, 3))}
     bound = 0.3 * 2 * math.hypot(1, 0.3) * (1 + 1e-5)
-    square = (2.0 / mean) ** 2 + (2.0 / losses) ** 2 + len(steps) * (bound / steps[0][0]) ** 2
+    square = (2.0 / mean) ** 2 + (1.0 / moment) ** 2 + (2.0 / losses) ** 2
+    square += len(steps) * (bound / steps[0][0]) ** 2
     assert guarantee.mu == pytest.approx(math.sqrt(square), rel=1e-5)
+
+
+def test_no_record_moves_the_moments_by_more_than_one(silent, monkeypatch):
+    """Though rows that were centred have other norms than they had."""
+    sums = []
+
+    def recorded(total, std, normal):
+        sums.append(total)
+        return total
+
+    module = sys.modules[fit_head.__module__]
+    monkeypatch.setattr(module, "noisy_moment", recorded)
+    means = torch.linspace(-0.9, 0.3, D, dtype=torch.float64)
+    lone = torch.nn.functional.normalize(torch.eye(D, dtype=torch.float64) - 0.2)
+    for x in lone:
+        rows = module._Rows.of(torch.stack([x, torch.zeros_like(x)]), 1.0, 0.3)
+        rows = module.attrs.evolve(rows, means=means)._rescaled()
+        rows.whitened(0.0, OwnGenerator())
+    zeros = module.attrs.evolve(rows, features=0 * rows.features)._rescaled()
+    zeros.whitened(0.0, OwnGenerator())
+    *found, without = sums
+    np.testing.assert_allclose([np.linalg.norm(m - without / 2) for m in found], 1)
 
 
 def test_no_record_moves_what_is_summed_by_more_than_its_bound(silent, monkeypatch):
@@ -108,6 +145,7 @@ def test_no_record_moves_what_is_summed_by_more_than_its_bound(silent, monkeypat
     monkeypatch.setattr("hidden_state_adapters.recipe.Recipe.train", recorded)
     rows = sys.modules[fit_head.__module__]._Rows
     monkeypatch.setattr(rows, "centred", lambda self, *_: self)
+    monkeypatch.setattr(rows, "whitened", lambda self, *_: self)
     zeroed = X.clone()
     zeroed[7] = 0.0
     moved = X.clone()
@@ -132,6 +170,9 @@ def test_no_record_moves_what_is_summed_by_more_than_its_bound(silent, monkeypat
         ({"x": ROWS}, TypeError, "floating point tensor, got ndarray"),
         ({"x": X[0]}, ValueError, "shape"),
         ({"x": X.to_sparse()}, UnsupportedRunError, "dense features, got .*features.to_dense"),
+        ({"public_features": X}, ValueError, "got the features themselves"),
+        ({"public_features": X[:, 1:]}, ValueError, "of 6 columns"),
+        ({"public_features": 2 * X[:9]}, ValueError, "Normalise every record by itself"),
         ({"y": LABELS.to_sparse()}, UnsupportedRunError, "dense targets, got"),
         ({"y": LABELS[:-1]}, ValueError, "targets of shape"),
         ({"y": LABELS.double()}, TypeError, "classes=None"),

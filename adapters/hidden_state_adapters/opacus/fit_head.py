@@ -27,6 +27,7 @@ from hidden_state_adapters.recipe import (
     silent,
 )
 from hidden_state_adapters.temperature import clipped_losses
+from hidden_state_adapters.whitening import noise_length, noisy_moment, whitening
 
 _ROUNDING = 0.01  # of feature_norm: half precision rounds a norm by less
 _LEAST_SPREAD = 0.1  # of feature_norm, that centred records may be divided by
@@ -43,6 +44,7 @@ def fit_head(
     classes: int | None,
     target_bounds: tuple[float, float] | None = None,
     feature_norm: float = 1.0,
+    public_features: Tensor | None = None,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     calibrate: bool = True,
     verbose: bool = False,
@@ -55,8 +57,9 @@ def fit_head(
         print(guarantee.explain())
 
     Nothing has to be tuned: the run is that of `hidden_state_adapters.sklearn.PrivateClassifier`,
-    64 steps on all records with momentum along the noisy gradients, after centring the features by
-    means that are released with noise (of classes, where that noise is not longer than a record).
+    64 steps on all records with momentum along the noisy gradients. The features are whitened
+    first: by those of `public_features`, at no cost, or, of classes, by a mean and a covariance
+    that are released with noise; where that noise leaves nothing of a covariance, they are centred.
 
     Formal guarantees: the head is (epsilon, delta)-differentially private under
     `neighboring_relation` if the assumptions of the guarantee hold. The number of records, the
@@ -73,6 +76,8 @@ def fit_head(
         classes: Their number, at least 2; None for the squared error.
         target_bounds: (low, high) of the numbers, from public knowledge; longer ones are cut.
         feature_norm: The norm of every record.
+        public_features: Features of public data that look like the records, by the same network,
+            of norm `feature_norm`; about as many as columns, or more. Nothing of them is protected.
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one without gradient) or
             REPLACE_ONE.
         calibrate: Whether one temperature is released, with noise and accounted, so that the
@@ -105,14 +110,28 @@ def fit_head(
         options = {"classes": classes}
     constant = INTERCEPT_SHARE * feature_norm
     shape = (features.shape[0], features.shape[1])
-    centres = classes is not None and target.centring_pays(*shape)
-    calibrates = classes is not None and calibrate
-    recipe = Recipe.of(target, shape, feature_norm, constant, centres, calibrates, **options)
+    public = _public_rows(public_features, features, feature_norm)
+    releases = classes is not None and public is None
+    recipe = Recipe.of(
+        target,
+        shape,
+        feature_norm,
+        constant,
+        releases and target.centring_pays(*shape),
+        classes is not None and calibrate,
+        releases and target.whitening_pays(*shape),
+        **options,
+    )
     recipe.spend()
     generator = OwnGenerator()
     rows = _Rows.of(features.detach(), feature_norm, constant)
+    if public is not None:
+        public = public.centred(0.0, generator)
+        rows = rows.moved_like(public.whitened(0.0, generator))
     if recipe.statistics is not None:
         rows = rows.centred(recipe.statistics.noise_multiplier, generator)
+    if recipe.covariance is not None:
+        rows = rows.whitened(recipe.covariance_std, generator)
     clip_norm = float(recipe.run.event.per_step("clip_norm")[0])
 
     def summed(weights: np.ndarray) -> np.ndarray:
@@ -126,10 +145,12 @@ def fit_head(
         head = rows.head(half * weights, middle)
     else:  # one logit is the difference of two
         head = rows.head(weights * [-0.5, 0.5] if outputs == 1 else weights)
-    return head, recipe.guarantee(*_assumptions(recipe, classes, target_bounds))
+    return head, recipe.guarantee(*_assumptions(recipe, classes, target_bounds, public))
 
 
-def _assumptions(recipe: Recipe, classes: int | None, bounds: Any) -> list[Assumption]:
+def _assumptions(
+    recipe: Recipe, classes: int | None, bounds: Any, public: _Rows | None
+) -> list[Assumption]:
     found = [
         Assumption.declared(
             "the arguments do not depend on the records: no search over them on these records",
@@ -143,6 +164,12 @@ def _assumptions(recipe: Recipe, classes: int | None, bounds: Any) -> list[Assum
             f"the {classes} classes" if classes else f"the bounds of the targets, {bounds!r}"
         ),
     ]
+    if public is not None:
+        found.append(
+            Assumption.public(
+                f"{len(public.features)} features that whiten: epsilon protects nobody in them"
+            )
+        )
     if recipe.statistics is not None:
         found.append(
             Assumption.checked(
@@ -160,7 +187,8 @@ class _Rows:
     Attributes:
         features: As they were passed.
         means: Subtracted, float64.
-        scales: What rows are multiplied with after that, float64.
+        whitening: Multiplied with after that, float64; None for the identity.
+        scales: What rows are multiplied with then, float64.
         norm: Of a row then; rows of zeros stay.
         constant: Appended.
     """
@@ -170,6 +198,7 @@ class _Rows:
     scales: Tensor
     norm: float
     constant: float
+    whitening: Tensor | None = None
 
     @classmethod
     def of(cls, features: Tensor, norm: float, constant: float) -> _Rows:
@@ -198,7 +227,11 @@ class _Rows:
             yield index, self.features[index].double()
 
     def _lengths(self) -> Tensor:
-        return torch.cat([(block - self.means).norm(dim=1) for _, block in self.blocks()])
+        return torch.cat([self._moved(block).norm(dim=1) for _, block in self.blocks()])
+
+    def _moved(self, block: Tensor) -> Tensor:
+        moved = block - self.means
+        return moved if self.whitening is None else moved @ self.whitening
 
     def centred(self, noise_multiplier: float, generator: OwnGenerator) -> _Rows:
         """Rows from which a noisy mean is subtracted, again of the norm.
@@ -212,8 +245,33 @@ class _Rows:
         std, n = noise_multiplier * self.norm, len(self.features)
         noisy = (total.cpu().numpy() + generator.normal(std, tuple(total.shape))) / n
         means = torch.from_numpy(shrunk(noisy, std / n)).to(total.device)
-        moved = attrs.evolve(self, means=means)
-        return attrs.evolve(moved, scales=_scales(moved._lengths(), self.norm))
+        return attrs.evolve(self, means=means)._rescaled()
+
+    def whitened(self, std: float, generator: OwnGenerator) -> _Rows:
+        """Centred rows, whitened by a noisy sum of their moments, again of the norm.
+
+        Formal guarantees: those of `noisy_moment`; rows have norm 1 in the sum.
+
+        Args:
+            std: Of the noise in an entry.
+            generator: Of the noise.
+        """
+        columns = len(self.means)
+        total = self.means.new_zeros((columns, columns))
+        for index, block in self.blocks():
+            unit = (block - self.means) * (self.scales[index][:, None] / self.norm)
+            total += unit.T @ unit
+        n = len(self.features)
+        moment = noisy_moment(total.cpu().numpy(), std, generator.normal) / n
+        found = torch.from_numpy(whitening(moment, noise_length(std, columns) / n))
+        return attrs.evolve(self, whitening=found.to(total.device))._rescaled()
+
+    def moved_like(self, others: _Rows) -> _Rows:
+        """Rows centred and whitened as others are."""
+        return attrs.evolve(self, means=others.means, whitening=others.whitening)._rescaled()
+
+    def _rescaled(self) -> _Rows:
+        return attrs.evolve(self, scales=_scales(self._lengths(), self.norm))
 
     def gradient_sum(
         self, loss: str, clip_norm: float, targets: Tensor, weights: np.ndarray
@@ -237,11 +295,17 @@ class _Rows:
             slopes *= scales
             # (slopes^T block)^T: five times as fast as block^T slopes.
             total[:-1] += (slopes.T @ block).T - torch.outer(self.means, slopes.sum(dim=0))
+        total[:-1] = self._unwhitened(total[:-1])  # a symmetric map
         return total.cpu().numpy()
 
     def _predictions(self, index: slice, block: Tensor, w: Tensor) -> Tensor:
-        z = (block @ w[:-1] - self.means @ w[:-1]) * self.scales[index][:, None]
+        slopes = self._unwhitened(w[:-1])
+        z = (block @ slopes - self.means @ slopes) * self.scales[index][:, None]
         return z + self.constant * w[-1]
+
+    def _unwhitened(self, slopes: Tensor) -> Tensor:
+        """Slopes on centred features, from those on whitened ones."""
+        return slopes if self.whitening is None else self.whitening @ slopes
 
     def clipped_losses(self, labels: Tensor, weights: np.ndarray) -> np.ndarray:
         """What the temperature is found from."""
@@ -255,12 +319,12 @@ class _Rows:
         """The layer on features as they were passed.
 
         Centred rows were brought to the norm one by one. A layer cannot do that: it divides by the
-        root of their mean square, which is public once the mean is.
+        root of their mean square, which is public once the mean is; whitening keeps that.
         """
         w = torch.from_numpy(weights).to(self.means.device)
         square = float(self.means @ self.means)
         spread = math.sqrt(max(self.norm**2 - square, (_LEAST_SPREAD * self.norm) ** 2))
-        slopes = w[:-1].T * (self.norm / spread)
+        slopes = self._unwhitened(w[:-1]).T * (self.norm / spread)
         head = nn.utils.skip_init(
             nn.Linear,
             *reversed(slopes.shape),
@@ -276,6 +340,24 @@ class _Rows:
 def _scales(norms: Tensor, norm: float) -> Tensor:
     """What rows are multiplied with to have the norm; rows of zeros stay."""
     return torch.where(norms > _SHORTEST, norm / norms.clamp(min=_SHORTEST), 0.0)
+
+
+def _public_rows(public: Any, features: Tensor, feature_norm: float) -> _Rows | None:
+    if public is None:
+        return None
+    _check_dense("public_features", public)
+    _check_features(public)
+    if public.shape[1] != features.shape[1]:
+        raise ValueError(
+            f"Expected public_features of {features.shape[1]} columns, as the features have, got "
+            f"shape {tuple(public.shape)}."
+        )
+    if public.shape == features.shape and torch.equal(public, features):
+        raise ValueError(
+            "Expected public_features of other data, got the features themselves, which are what "
+            "epsilon protects. Leave public_features out."
+        )
+    return _Rows.of(public.detach().to(features.device), feature_norm, 0.0)
 
 
 def _check_dense(name: str, tensor: Any) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from scipy import sparse
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
 from sklearn.utils.multiclass import check_classification_targets
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
 from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
@@ -25,7 +25,13 @@ from hidden_state_adapters.recipe import (
     silent,
 )
 from hidden_state_adapters.sklearn.data_checks import Lineage, look_at
-from hidden_state_adapters.sklearn.preprocessing import STEPS, Statistics, release_statistics
+from hidden_state_adapters.sklearn.preprocessing import (
+    STEPS,
+    WHITEN,
+    Statistics,
+    release_statistics,
+    with_whitening,
+)
 from hidden_state_adapters.sklearn.record_weights import class_weights, sample_weights
 from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records, blocks_of, row_norms
 from hidden_state_adapters.sklearn.steps import Targets, gradient_sum
@@ -114,18 +120,47 @@ class PrivateLinearModel(BaseEstimator):
                 f"Expected normalization to be one of {', '.join(NORMALIZATIONS)}, got "
                 f"{self.normalization!r}."
             )
-        if self.preprocessing in (None, _AUTO):
-            return
-        if self.preprocessing not in tuple(STEPS):
+        if self.preprocessing is None and self.public_features is not None:
+            raise ValueError(
+                "Expected no public_features with preprocessing=None, got some: they are what a "
+                'step is computed from. Leave preprocessing at "auto".'
+            )
+        if self.preprocessing not in (None, _AUTO, *STEPS):
             raise ValueError(
                 f"Expected preprocessing to be None or one of {_AUTO}, {', '.join(STEPS)}, got "
                 f"{self.preprocessing!r}."
             )
-        if sparse.issparse(X) and STEPS[self.preprocessing][0]:
+        step = self._chosen_step(X)
+        if sparse.issparse(X) and step is not None and STEPS[step][0]:
             raise ValueError(
-                f"Expected dense records for preprocessing={self.preprocessing!r}, got a sparse "
+                f"Expected dense records for preprocessing={step!r}, got a sparse "
                 'matrix, of which nothing would stay sparse. Use "scale", or X.toarray().'
             )
+        is_private = step == WHITEN and self.public_features is None
+        if is_private and not self._target().whitening_pays(*X.shape):
+            raise ValueError(
+                'Expected more records, or a larger epsilon, for preprocessing="whiten", got '
+                f"{X.shape[0]} of {X.shape[1]} columns: little more than noise would be released "
+                "of their covariance. Pass public_features=, features of public data, or use "
+                '"center".'
+            )
+
+    def _public_features(self, X: Any) -> np.ndarray | None:
+        """Those that the step is computed from, within the bounds; None for the records."""
+        if self.public_features is None:
+            return None
+        public = check_array(self.public_features, dtype=_FLOATS, input_name="public_features")
+        if public.shape[1] != X.shape[1]:
+            raise ValueError(
+                f"Expected public_features of {X.shape[1]} columns, as the records have, got shape "
+                f"{public.shape}."
+            )
+        if not sparse.issparse(X) and np.array_equal(public, X):
+            raise ValueError(
+                "Expected public_features of other data, got the records themselves, which are "
+                "what epsilon protects. Leave public_features out."
+            )
+        return self._in_bounds(public)
 
     def _column_bounds(self, X: Any) -> tuple[np.ndarray, np.ndarray] | None:
         """Middles and half ranges of the columns; None for columns as they are."""
@@ -163,10 +198,13 @@ class PrivateLinearModel(BaseEstimator):
     def _chosen_step(self, X: Any) -> str | None:
         """The step of `preprocessing`. "auto" looks at the shape of X alone, which is public.
 
-        It centres unless the noise in the means would be longer than any record.
+        It centres unless the noise in the means would be longer than any record, and whitens by
+        public features where there are some.
         """
         if self.preprocessing != _AUTO:
             return self.preprocessing
+        if self.public_features is not None:
+            return WHITEN
         if sparse.issparse(X):
             return None
         return "center" if self._target().centring_pays(*X.shape) else None
@@ -195,6 +233,7 @@ class PrivateLinearModel(BaseEstimator):
         calibrate: bool,
         **options: Any,
     ) -> tuple[Records, OwnGenerator]:
+        public = self._public_features(X)
         X = self._in_bounds(X)
         step = self._chosen_step(X)
         recipe = Recipe.of(
@@ -202,8 +241,9 @@ class PrivateLinearModel(BaseEstimator):
             X.shape,
             self._feature_norm(),
             self._constant(),
-            step is not None,
+            step is not None and public is None,
             calibrate,
+            step == WHITEN and public is None,
             **options,
         )
         lineage, in_budget = self._of_lineage(), recipe.spend(vars(self).get("_sent_from"))
@@ -215,15 +255,8 @@ class PrivateLinearModel(BaseEstimator):
         )
         progress = PrintedProgress(type(self).__name__, recipe.run) if self.verbose else silent
         generator, statistics = OwnGenerator(), None
-        if recipe.statistics is not None and step is not None:
-            statistics = release_statistics(
-                X,
-                step,
-                self._feature_norm(),
-                self.normalization,
-                recipe.statistics.noise_multiplier,
-                generator.normal,
-            )
+        if step is not None:
+            statistics = self._released(X if public is None else public, step, recipe, generator)
         if statistics is None and self.normalization == "clip":
             warn_of_longest(row_norms(X), self._feature_norm())
         records, run = self._records(X, statistics), recipe.run
@@ -238,6 +271,16 @@ class PrivateLinearModel(BaseEstimator):
         self.privacy_event_ = recipe.event
         self.n_iter_ = run.event.num_steps
         return records, generator
+
+    def _released(
+        self, rows: Any, step: str, recipe: Recipe, generator: OwnGenerator
+    ) -> Statistics:
+        noise = 0.0 if recipe.statistics is None else recipe.statistics.noise_multiplier
+        options = (self._feature_norm(), self.normalization)
+        found = release_statistics(rows, step, *options, noise, generator.normal)
+        if step != WHITEN:
+            return found
+        return with_whitening(found, rows, *options, recipe.covariance_std, generator.normal)
 
     def _predictions(self, X: Any) -> np.ndarray:
         check_is_fitted(self)
@@ -282,6 +325,13 @@ class PrivateLinearModel(BaseEstimator):
             )
         if self.column_bounds is not None:
             found.append(Assumption.public("the bounds of the columns"))
+        if self.public_features is not None:
+            found.append(
+                Assumption.public(
+                    f"the features that preprocessing={self._step!r} is computed from: epsilon "
+                    "protects nobody in them"
+                )
+            )
         if self._has_sample_weights:
             found.append(
                 Assumption.declared("the weight of every record is a function of it alone")
@@ -350,9 +400,14 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             ones only.
         preprocessing: "center", "scale" or "standardize" centres and scales the columns by
             statistics of the records that are released with noise and accounted: a tenth of the
-            squared mu of the target. None for no such step. "auto" centres dense records, unless
-            they are so few that the noise in the means would be longer than a record. The
-            records are normalised before and after a step, which makes a copy of X.
+            squared mu of the target. "whiten" centres and releases the covariance, another fifth:
+            for features of a network and correlated columns. None for no such step. "auto"
+            centres dense records, unless they are so few that the noise in the means would be
+            longer than a record, and whitens by public features. The records are normalised
+            before and after a step, which makes a copy of X.
+        public_features: Records of public data that look like the private ones, of the same
+            columns, about as many as columns or more; None for none. The statistics of
+            `preprocessing` are theirs, and cost nothing.
         column_bounds: (low, high) of every column from public knowledge, shape (features, 2), or
             None. Columns are cut there and brought to [-1, 1], so that their units do not decide
             what a normalised record consists of.
@@ -385,6 +440,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         feature_norm: float = 1.0,
         normalization: str = "scale",
         preprocessing: str | None = "auto",
+        public_features: Any = None,
         column_bounds: Any = None,
         class_weight: Any = None,
         calibrate: bool = True,
@@ -398,6 +454,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         self.feature_norm = feature_norm
         self.normalization = normalization
         self.preprocessing = preprocessing
+        self.public_features = public_features
         self.column_bounds = column_bounds
         self.class_weight = class_weight
         self.calibrate = calibrate
@@ -570,7 +627,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         alpha: The loss gets alpha/2 times the squared norm of the weights, the intercept included.
         feature_norm: What longer records are cut to. Choose it from public knowledge.
         normalization: "clip" brings longer records to `feature_norm`, "scale" every one.
-        preprocessing, column_bounds: As for `PrivateClassifier`.
+        preprocessing, public_features, column_bounds: As for `PrivateClassifier`.
         fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
         neighboring_relation, verbose: As for `PrivateClassifier`.
 
@@ -594,6 +651,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         feature_norm: float = 1.0,
         normalization: str = "clip",
         preprocessing: str | None = "auto",
+        public_features: Any = None,
         column_bounds: Any = None,
         fit_intercept: bool = True,
         neighboring_relation: Any = "REPLACE_SPECIAL",
@@ -607,6 +665,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         self.feature_norm = feature_norm
         self.normalization = normalization
         self.preprocessing = preprocessing
+        self.public_features = public_features
         self.column_bounds = column_bounds
         self.fit_intercept = fit_intercept
         self.neighboring_relation = neighboring_relation
@@ -684,6 +743,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
             )
         slopes, origin, statistics = self.coef_, np.zeros_like(self.coef_), self._statistics
         if statistics is not None:
+            slopes = slopes if statistics.whitening is None else statistics.whitening @ slopes
             slopes = slopes if statistics.factors is None else slopes * statistics.factors
             origin = origin if statistics.means is None else statistics.means
         offset = self.intercept_ - float(origin @ slopes)

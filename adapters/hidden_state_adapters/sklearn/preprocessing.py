@@ -6,13 +6,13 @@ summed over the records is
 .. math:: q(z) = z/F, \qquad (z/F)^2 \text{ (entry by entry)}, \qquad \text{or both},
 
 whose norm is at most 1, 1 and the square root of 2 (docs/sklearn.md). The sum is released with
-Gaussian noise; means and scales are computed from it alone.
+Gaussian noise; means and scales are computed from it alone. Whitening releases the moments of the
+records after centring as well (`hidden_state_adapters.whitening`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -21,8 +21,15 @@ from scipy import sparse
 
 from hidden_state_adapters.recipe import shrunk
 from hidden_state_adapters.sklearn.records import blocks_of, normalised
+from hidden_state_adapters.whitening import Normal, noise_length, noisy_moment, whitening
 
-STEPS = {"center": (True, False), "scale": (False, True), "standardize": (True, True)}
+WHITEN = "whiten"
+STEPS = {
+    "center": (True, False),
+    "scale": (False, True),
+    "standardize": (True, True),
+    WHITEN: (True, False),
+}
 """Whether the means are released, and whether the squares are."""
 _LEAST_VARIANCE = 0.01  # of the mean variance: columns without any are not blown up
 
@@ -34,10 +41,13 @@ class Statistics:
     Attributes:
         means: Subtracted, shape (features,); None without centring.
         factors: Multiplied with, shape (features,); None without scaling.
+        whitening: Multiplied with, shape (features, features), after another normalisation; None
+            without whitening.
     """
 
     means: np.ndarray | None
     factors: np.ndarray | None
+    whitening: np.ndarray | None = None
 
     def apply(self, matrix: Any, feature_norm: float, normalization: str) -> Any:
         """A copy of the records, each brought to its norm by itself, centred and scaled."""
@@ -48,6 +58,8 @@ class Statistics:
         for part in blocks_of(matrix):
             rows = normalised(matrix[part].astype(np.float64), feature_norm, normalization)
             rows -= 0.0 if self.means is None else self.means
+            if self.whitening is not None:
+                rows = normalised(rows, feature_norm, normalization) @ self.whitening
             result[part] = rows if self.factors is None else rows * self.factors
         return result
 
@@ -58,7 +70,7 @@ def release_statistics(
     feature_norm: float,
     normalization: str,
     noise_multiplier: float,
-    normal: Callable[[float, tuple[int, ...]], np.ndarray],
+    normal: Normal,
 ) -> Statistics:
     """Means and scales of the columns from one noisy sum.
 
@@ -87,6 +99,46 @@ def release_statistics(
         # So that a record has about the norm F again, of which "clip" cuts the rest off.
         factors = 1 / np.sqrt(matrix.shape[1] * np.maximum(variances, least))
     return Statistics(feature_norm * origin if centers else None, factors)
+
+
+def with_whitening(
+    centred: Statistics,
+    matrix: np.ndarray,
+    feature_norm: float,
+    normalization: str,
+    std: float,
+    normal: Normal,
+) -> Statistics:
+    """Whitening of the centred records by one noisy sum of moments.
+
+    Formal guarantees: as `noisy_moment` has, for records that are functions of themselves and of
+    the released means.
+
+    Args:
+        centred: The means.
+        matrix: Shape (records, features), dense.
+        feature_norm: F.
+        normalization: As for `Records`.
+        std: Of the noise in an entry, for records of norm 1.
+        normal: Draws noise of a standard deviation and shape.
+    """
+    total = moment_sum(centred, matrix, feature_norm, normalization)
+    n, columns = matrix.shape
+    moment = noisy_moment(total, std, normal) / n
+    return attrs.evolve(centred, whitening=whitening(moment, noise_length(std, columns) / n))
+
+
+def moment_sum(
+    centred: Statistics, matrix: np.ndarray, feature_norm: float, normalization: str
+) -> np.ndarray:
+    """The sum of u u^T over the centred records, each brought to norm 1 or cut to it."""
+    total = np.zeros((matrix.shape[1], matrix.shape[1]))
+    for part in blocks_of(matrix):
+        rows = matrix[part].astype(np.float64)
+        rows = centred.apply(rows, feature_norm, normalization)
+        rows = normalised(rows, feature_norm, normalization) / feature_norm
+        total += rows.T @ rows
+    return total
 
 
 def column_sums(matrix: Any, step: str, feature_norm: float, normalization: str) -> np.ndarray:
