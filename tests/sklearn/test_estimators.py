@@ -139,6 +139,47 @@ def test_bounds_of_columns_take_their_units_away():
     assert classifier().fit(columns, NAMES).score(columns, NAMES) < 0.8
 
 
+class OfFrames(PrivateClassifier):
+    """As if what it is fitted to were data frames."""
+
+    def _read(self, X, y):
+        read = super()._read(X, y)
+        self.feature_names_in_ = ["age", "income", "weight"]
+        return read
+
+
+UNITS = X * [20.0, 2e4, 10.0] + [40.0, 3e4, 70.0]
+
+
+@pytest.mark.filterwarnings("ignore:X does not have valid feature names")
+def test_columns_of_unlike_units_are_warned_of_by_name():
+    def framed(**changes):
+        return OfFrames(3.0, classes=["a", "b", "c"], calibrate=False, **changes)
+
+    with pytest.warns(UserWarning, match="column 'income', .*Pass column_bounds="):
+        framed().fit(UNITS, NAMES)
+    bounds = [(20, 80), (1e4, 1e5), (50, 100)]
+    with pytest.raises(ValueError, match="wrong for column 'income'"):
+        framed(column_bounds=[(20, 80), (1e5, 1e4), (50, 100)]).fit(UNITS, NAMES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        warnings.simplefilter("ignore", PrivacyBudgetWarning)
+        bounded = framed(column_bounds=bounds).fit(UNITS, NAMES)
+        framed().fit(X, NAMES)
+        framed(epsilon=0.1).fit(UNITS, NAMES)  # noise that tells nothing
+    assert bounded.score(UNITS, NAMES) > 0.9
+
+
+def test_one_pair_of_bounds_is_for_all_columns():
+    means = [
+        classifier(preprocessing="center", column_bounds=bounds, public_features=X[:100])
+        .fit(X, NAMES)
+        ._statistics.means
+        for bounds in ((-1, 3), [(-1, 3)] * 3)
+    ]
+    np.testing.assert_array_equal(*means)
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [("random_state", "cannot be seeded"), ("warm_start", "starts at zero")],
@@ -180,7 +221,8 @@ def test_ridge_shrinks():
         (regressor(target_bounds=(1, 1)), LABELS, "target_bounds"),
         (regressor(target_bounds=3), LABELS, "two numbers with low < high, got 3"),
         (regressor(target_bounds="ab"), LABELS, "two numbers with low < high, got 'ab'"),
-        (classifier(column_bounds=(0, 1)), NAMES, r"shape \(features, 2\)"),
+        (classifier(column_bounds=3), NAMES, r"shape \(features, 2\)"),
+        (classifier(column_bounds=(1, 0)), NAMES, "low < high"),
         (classifier(column_bounds=[(0, 1)] * 2), NAMES, "for 3 columns"),
         (classifier(column_bounds=[(1, 0)] * 3), NAMES, "low < high"),
         (regressor(threshold=0.0), LABELS, "clip_norm"),

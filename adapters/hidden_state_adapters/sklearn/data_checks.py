@@ -1,12 +1,14 @@
 """Marks that ordinary mistakes leave in the records: what is found is warned of, never refused.
 
-A warning depends on the records. It is for whoever holds them, and nothing to be published.
+A warning depends on the records. It is for whoever holds them, and nothing to be published; that
+of units follows from what was released.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -19,6 +21,8 @@ from hidden_state_adapters.sklearn.records import blocks_of
 _ROUNDING = 1e-5  # of means and scales in float32
 _SAME = 1e-9  # of sums of products
 _CANDIDATES = 1000  # pairs of rows that are compared
+_SAME_DIRECTION = 0.9  # squared length of the mean of records of norm 1: prepared ones have less
+_MOST_NOISE = 0.05  # in one of the means: with more they tell nothing
 _fitted: dict[tuple[int, int, float], int] = {}  # by records, features, a mark of them: fits
 
 
@@ -111,6 +115,31 @@ def look_at(X: Any, y: np.ndarray, lineage: Lineage, name: str, stacklevel: int)
             stacklevel=stacklevel + 1,
         )
     return count
+
+
+def warn_of_units(
+    means: np.ndarray, std: float, name: Callable[[int], str], stacklevel: int
+) -> None:
+    """Warns of columns of unlike units: normalised records then hardly differ.
+
+    By what is released alone.
+
+    Args:
+        means: Of the columns of records of norm at most 1, with noise.
+        std: Of the noise in one of them.
+        name: Of a column.
+        stacklevel: Of the caller's caller.
+    """
+    if means @ means < _SAME_DIRECTION or std > _MOST_NOISE:
+        return
+    longest = [name(int(index)) for index in np.argsort(-(means**2))[:3]]
+    warnings.warn(
+        "a normalised record is nearly the same for all records (most of it is "
+        f"{', '.join(longest)}): columns of unlike units, or far from zero. Pass column_bounds=, "
+        "(low, high) of every column from public knowledge.",
+        UserWarning,
+        stacklevel=stacklevel + 1,
+    )
 
 
 def _fitted_step(X: np.ndarray) -> str | None:

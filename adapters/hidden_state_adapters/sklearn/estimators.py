@@ -24,7 +24,7 @@ from hidden_state_adapters.recipe import (
     Target,
     silent,
 )
-from hidden_state_adapters.sklearn.data_checks import Lineage, look_at
+from hidden_state_adapters.sklearn.data_checks import Lineage, look_at, warn_of_units
 from hidden_state_adapters.sklearn.preprocessing import (
     STEPS,
     WHITEN,
@@ -162,32 +162,39 @@ class PrivateLinearModel(BaseEstimator):
             )
         return self._in_bounds(public)
 
-    def _column_bounds(self, X: Any) -> tuple[np.ndarray, np.ndarray] | None:
+    def _column_bounds(self, columns: int) -> tuple[np.ndarray, np.ndarray] | None:
         """Middles and half ranges of the columns; None for columns as they are."""
         if self.column_bounds is None:
             return None
         try:
-            low, high = np.asarray(self.column_bounds, dtype=np.float64).T
+            bounds = np.asarray(self.column_bounds, dtype=np.float64)
+            low, high = np.broadcast_to(bounds, (columns, 2)).T
         except (TypeError, ValueError):
-            low = high = np.empty(0)
-        if low.shape != X.shape[1:] or not (low < high).all() or not np.isfinite(high - low).all():
+            low = high = np.zeros(columns)
+        is_range = (low < high) & np.isfinite(high - low)
+        if np.ndim(self.column_bounds) not in (1, 2) or not is_range.all():
             raise ValueError(
-                "Expected column_bounds, shape (features, 2): (low, high) of every column, with "
-                f"low < high, for {X.shape[1]} columns, got {self.column_bounds!r}. Take them from "
-                "public knowledge."
+                "Expected column_bounds, shape (features, 2): (low, high) of every column, or one "
+                f"(low, high) for all, with low < high, for {columns} columns, got "
+                f"{self.column_bounds!r}, wrong for {self._column_name(int(is_range.argmin()))}. "
+                "Take them from public knowledge."
             )
+        return (high + low) / 2, (high - low) / 2
+
+    def _column_name(self, index: int) -> str:
+        names = getattr(self, "feature_names_in_", None)
+        return f"column {index}" if names is None else f"column {names[index]!r}"
+
+    def _in_bounds(self, X: Any) -> Any:
+        """The records with every column cut at its bounds and brought to [-1, 1] by them."""
+        bounds = self._column_bounds(X.shape[1])
+        if bounds is None:
+            return X
         if sparse.issparse(X):
             raise ValueError(
                 "Expected dense records beside column_bounds, got a sparse matrix, of which "
                 "nothing would stay sparse. Scale it by public numbers first, or use X.toarray()."
             )
-        return (high + low) / 2, (high - low) / 2
-
-    def _in_bounds(self, X: Any) -> Any:
-        """The records with every column cut at its bounds and brought to [-1, 1] by them."""
-        bounds = self._column_bounds(X)
-        if bounds is None:
-            return X
         return np.clip((X - bounds[0]) / bounds[1], -1.0, 1.0).astype(X.dtype)
 
     def _records(self, X: Any, statistics: Statistics | None) -> Records:
@@ -278,6 +285,9 @@ class PrivateLinearModel(BaseEstimator):
         noise = 0.0 if recipe.statistics is None else recipe.statistics.noise_multiplier
         options = (self._feature_norm(), self.normalization)
         found = release_statistics(rows, step, *options, noise, generator.normal)
+        if found.means is not None and self.column_bounds is None:
+            means, std = found.means / self._feature_norm(), noise / rows.shape[0]
+            warn_of_units(means, std, self._column_name, stacklevel=4)
         if step != WHITEN:
             return found
         return with_whitening(found, rows, *options, recipe.covariance_std, generator.normal)
@@ -409,8 +419,8 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             columns, about as many as columns or more; None for none. The statistics of
             `preprocessing` are theirs, and cost nothing.
         column_bounds: (low, high) of every column from public knowledge, shape (features, 2), or
-            None. Columns are cut there and brought to [-1, 1], so that their units do not decide
-            what a normalised record consists of.
+            of all, shape (2,), or None. Columns are cut there and brought to [-1, 1], so that
+            their units do not decide what a normalised record consists of.
         class_weight: A public number for each label (1 where it is left out); gradients are
             multiplied with them, divided by the largest. "balanced" would count the labels.
         calibrate: Whether one temperature for `predict_proba` is released, with noise and
@@ -747,7 +757,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
             slopes = slopes if statistics.factors is None else slopes * statistics.factors
             origin = origin if statistics.means is None else statistics.means
         offset = self.intercept_ - float(origin @ slopes)
-        bounds = self._column_bounds(self.coef_[None])
+        bounds = self._column_bounds(len(self.coef_))
         if bounds is not None:
             slopes = slopes / bounds[1]
             offset -= float(bounds[0] @ slopes)
