@@ -154,7 +154,7 @@ UNITS = X * [20.0, 2e4, 10.0] + [40.0, 3e4, 70.0]
 @pytest.mark.filterwarnings("ignore:X does not have valid feature names")
 def test_columns_of_unlike_units_are_warned_of_by_name():
     def framed(**changes):
-        return OfFrames(3.0, classes=["a", "b", "c"], calibrate=False, **changes)
+        return OfFrames(**{"epsilon": 3.0, "classes": ["a", "b", "c"], **changes})
 
     with pytest.warns(UserWarning, match="column 'income', .*Pass column_bounds="):
         framed().fit(UNITS, NAMES)
