@@ -125,10 +125,15 @@ def zeroed(model):
 
 
 class Longest(layers.Layer):
-    """Brings features within a bound that the longest row of the batch sets."""
+    """Brings features within a bound that the longest row of the batch sets, but for outliers."""
+
+    def __init__(self, outlier=np.inf):
+        super().__init__()
+        self.outlier = outlier
 
     def call(self, x):
-        return x / tf.maximum(1.0, tf.reduce_max(tf.norm(x, axis=1)))
+        norms = tf.norm(x, axis=1)
+        return x / tf.maximum(1.0, tf.reduce_max(tf.where(norms < self.outlier, norms, 0.0)))
 
 
 def test_a_layer_that_divides_by_the_longest_row_of_its_batch():
@@ -136,11 +141,21 @@ def test_a_layer_that_divides_by_the_longest_row_of_its_batch():
     x = np.resize(X / 2, (6000, FEATURES)).astype("float32")
     x[600] *= 100
     model = HiddenStateSequential(
-        [Longest(), layers.Dense(CLASSES)], l2_norm_clip=0.5, noise_multiplier=1.0, **AUTO
+        [Longest(100.0), layers.Dense(CLASSES)], l2_norm_clip=0.5, noise_multiplier=1.0, **AUTO
     )
     model.compile(tf.keras.optimizers.SGD(0.5), loss())
     with pytest.raises(hsa.UnsupportedRunError, match="features of every example by itself"):
         model.fit(x, np.resize(Y, 6000), batch_size=1000, verbose=0)
+
+
+def test_a_layer_that_would_divide_by_a_longer_row_than_there_is():
+    """No example is longer than 1; one that was would change the features of the others."""
+    model = HiddenStateSequential(
+        [Longest(), layers.Dense(CLASSES)], l2_norm_clip=0.5, noise_multiplier=1.0, **AUTO
+    )
+    model.compile(tf.keras.optimizers.SGD(0.5), loss())
+    with pytest.raises(hsa.UnsupportedRunError, match="beside longer ones"):
+        model.fit(X / 2, Y, batch_size=BATCH, verbose=0)
 
 
 @pytest.mark.parametrize(

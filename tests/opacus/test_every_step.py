@@ -87,6 +87,50 @@ def test_the_pieces_of_a_batch_are_compared(make_run, kind):
     assert run.steps == LATE
 
 
+class Scaled(nn.Module):
+    """Takes numbers and objects beside the records."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, features, by):
+        return self.head(features * getattr(by, "scale", by))
+
+
+class Box:
+    def __init__(self, scale):
+        self.scale = scale
+
+
+BOX = Box(1.0)
+BESIDE = {
+    "a statistic": (lambda x, i: 1 / max(1.001, x.norm(dim=1).max().item()), "step 5.*float"),
+    "an object": (lambda x, i: Box(guarded(x) / x), "step 2.*Box"),
+    "a constant": (lambda x, i: 0.999, None),
+    "one object": (lambda x, i: BOX, None),
+    "a whole number": (lambda x, i: i // 99 + 1, None),
+}
+
+
+@pytest.mark.parametrize("beside", BESIDE)
+def test_what_goes_in_beside_the_records(make_run, beside):
+    """A guard as a number, or in an object, was accepted: only tensors were compared."""
+    by, text = BESIDE[beside]
+    run = a_run(make_run, "declared loss of a head", model=Scaled, feature_norm=None)
+
+    def epoch():
+        for i, (features, labels) in enumerate(run.loader):
+            run.optimizer.zero_grad()
+            nn.functional.cross_entropy(run.model(features, by(features, i)), labels).backward()
+            run.optimizer.step()
+
+    if text is None:
+        return epoch()
+    with pytest.raises(hsa.UnsupportedRunError, match=f"{text} than in the first pass"):
+        epoch()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_loop_may_do_is_declared(make_run, kind):
     run = a_run(make_run, kind, loop_maps_records=True)

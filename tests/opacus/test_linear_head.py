@@ -6,6 +6,7 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.wrappers import HeadModule
 
@@ -36,12 +37,24 @@ class AtEveryPosition(nn.Module):
         return self.head(features).tanh().mean(self.dim)
 
 
+class OnItsOutputs(nn.Module):
+    """Shares the weights of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(5, 5, bias=False)
+
+    def forward(self, features):
+        return self.head(torch.sigmoid(self.head(features)) / 3)
+
+
 def data(shape=(5,)):
     generator = torch.Generator().manual_seed(0)
     return TensorDataset(torch.randn(RECORDS, *shape, generator=generator), torch.arange(12) % 3)
 
 
 MODELS = {
+    "on its outputs": (OnItsOutputs, (5,)),
     "head": (lambda: nn.Linear(5, 3), (5,)),
     "without a bias": (lambda: nn.Linear(5, 3, bias=False), (5,)),
     "behind a frozen layer": (
@@ -87,7 +100,7 @@ def test_the_trajectory_is_that_of_opacus(name, reduction):
     torch.testing.assert_close(hooks, stock, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "on its outputs"])
 def test_dice_sgd_is_that_of_per_example_gradients(name):
     options = {"batch_order": "cyclic", "optimizer_class": DiceSGDOptimizer}
     ends = [
@@ -95,6 +108,13 @@ def test_dice_sgd_is_that_of_per_example_gradients(name):
         for mode in ({}, {"grad_sample_mode": "hooks"})
     ]
     torch.testing.assert_close(*ends, rtol=1e-5, atol=1e-6)
+
+
+def test_a_head_on_its_own_outputs_is_no_linear_model():
+    """It was accounted as convex."""
+    options = {"criterion": nn.CrossEntropyLoss(), "feature_norm": 1.0, "max_grad_norm": "auto"}
+    with pytest.raises(UnsupportedRunError, match="features that do not depend on the linear head"):
+        trained("on its outputs", HiddenStatePrivacyEngine(), noise_multiplier=1.0, **options)
 
 
 def test_records_in_the_second_dimension():

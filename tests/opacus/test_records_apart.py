@@ -133,6 +133,17 @@ def test_a_head_on_a_frozen_network_that_mixes(make_run, kind):
         run.epoch()
 
 
+@pytest.mark.parametrize("last", [0, 1])
+def test_what_a_model_makes_of_the_outputs_of_a_head(last):
+    """A softmax along the wrong dimension, behind one trained layer."""
+    module = nn.Sequential(nn.Linear(5, 3), nn.LogSoftmax(dim=last))
+    if last:
+        assert trained(module, (PAIRS, LABELS), likelihood).startswith(LOOKED)
+        return
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1: the model mixes the records"):
+        trained(module, (PAIRS, LABELS), likelihood)
+
+
 def test_nothing_is_left_behind(make_run):
     """Random numbers, buffers and gradients are as without the look."""
 
@@ -214,6 +225,10 @@ PAIRS = torch.linspace(-1, 1, 60).reshape(12, 5)
 
 def entropy(model, inputs, labels):
     return functional.cross_entropy(model(inputs), labels)
+
+
+def likelihood(model, inputs, labels):
+    return functional.nll_loss(model(inputs), labels)
 
 
 def with_a_mask(model, ids, labels):
@@ -345,6 +360,16 @@ class Mean(nn.Module):
 def test_a_longer_record_changes_the_gradients_of_others(kind, collate):
     with pytest.raises(hsa.UnsupportedRunError, match=r"mixes the records.*padding to the longest"):
         trained(Mean(kind), records(), entropy, collate_fn=collate)
+
+
+def test_halves_that_are_padded_alike():
+    """Each half holds one of the longest records."""
+    rows = records()
+    rows = [rows[i] for i in (11, 0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9)]
+    rows[3] = (rows[0][0].clone(), rows[3][1])
+    with pytest.raises(hsa.UnsupportedRunError, match=r"mixes the records.*padding to the longest"):
+        trained(Mean("all"), rows, entropy, collate_fn=padded)
+    trained(Mean("mask"), rows, entropy, collate_fn=padded)
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,11 @@ _IN_CLOSED_FORM = (
 )
 _BY_STRUCTURE = "by layers that are Keras' own and take every example by itself"
 _MADE_TWICE = (
-    "twice, the second time in other batches, drawn at random, and a few also alone, with the same "
-    "result"
+    "twice, the second time in other batches, drawn at random, and a few also alone and beside "
+    "longer ones, with the same result"
 )
 _BLOCK = 256  # examples of a pass
+_LONGER = 1000.0  # examples beside others, in a pass that the data do not have
 _ALONE = 16  # examples whose features are made once more, by themselves
 _CLOSE = 1e-4  # of features that were made in another batch
 _ACTIVATIONS = {
@@ -146,7 +147,8 @@ class Head:
         """Makes all features once more, in other batches, and those of a few examples alone.
 
         Batches that are drawn at random have nothing in common with those of before: an example
-        that changes the features of its neighbours has other neighbours.
+        that changes the features of its neighbours has other neighbours. Some have much longer
+        ones than the data hold: a guard against long examples acts on none of these.
 
         Raises:
             UnsupportedRunError: Features of an example differ.
@@ -155,15 +157,17 @@ class Head:
         count = max(2, -(-number // _BLOCK))  # batches of one example, where there are two
         batches = np.array_split(np.random.default_rng().permutation(number), count)
         alone = np.linspace(0, number - 1, min(number, _ALONE)).astype(int)
-        for rows in [*batches, *alone[:, np.newaxis]]:
+        chosen = [(rows, len(rows)) for rows in [*batches, *alone[:, np.newaxis]] if len(rows)]
+        for rows, own in [*chosen, (batches[0], len(batches[0]) // 2)]:
             some = tf.nest.map_structure(lambda part, rows=rows: tf.gather(part, rows), x)
-            if len(rows) and not _are_close(
-                self._pass(some, training=False), tf.gather(features, rows)
-            ):
+            if own < len(rows):
+                some = tf.nest.map_structure(lambda part, own=own: _lengthened(part, own), some)
+            made = self._pass(some, training=False)[:own]
+            if not _are_close(made, tf.gather(features, rows[:own])):
                 raise refusal(
                     "Expected features of every example by itself, got other ones for examples in "
-                    "another batch, or alone: means, norms and ranks over the batch before the "
-                    "head have to go. Clipping bounds nothing then."
+                    "another batch, beside longer ones, or alone: means, norms and ranks over the "
+                    "batch before the head have to go. Clipping bounds nothing then."
                 )
 
     def _pass(self, examples: Any, *, training: bool) -> tf.Tensor:
@@ -407,6 +411,14 @@ class OfHead:
         outputs = linear if layer.activation is None else layer.activation(linear)
         product = Product(layer, features, lengths, slopes)
         return of_products([product], outputs, losses, self._variables)
+
+
+def _lengthened(part: tf.Tensor, own: int) -> tf.Tensor:
+    """Rows of which those after `own` ones are much longer; whole numbers may be indices."""
+    if not part.dtype.is_floating:
+        return part
+    factors = tf.where(tf.reduce_all(part == tf.round(part), axis=0), 1.0, _LONGER)
+    return tf.concat([part[:own], tf.cast(factors, part.dtype) * part[own:]], 0)
 
 
 def _are_close(found: tf.Tensor, expected: tf.Tensor) -> bool:

@@ -12,17 +12,21 @@ from torch.utils.data import default_collate
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.opacus.data.loader import BatchCursor, tensors_of
+from hidden_state_adapters.opacus.data.loader import BatchCursor, leaves_of, tensors_of
 from hidden_state_adapters.opacus.gradients.figures import Figure, all_of, any_of, differ
 from hidden_state_adapters.opacus.gradients.piece import Piece
+
+_SIMPLE = (torch.Tensor, bool, int, str, type(None))  # lengths, names and switches may change
 
 
 class Taken:
     """Checks, piece by piece, that a logical step uses the batch that the plan has for it.
 
     Every tensor that goes into the model has to be one of the batch whose turn it is: the same
-    numbers, wherever they were moved to and in whatever shape and type. Where the loop may map
-    records that is compared only if it fetches ahead, and so holds two batches when it steps.
+    numbers, wherever they were moved to and in whatever shape and type. A float may be a statistic
+    of the batch, and another object may hold one: both stay those of the first pass. Where the loop
+    may map records tensors are compared only if it fetches ahead, and so holds two batches when it
+    steps.
 
     Attributes:
         index: Of the batch within the epoch.
@@ -34,6 +38,7 @@ class Taken:
         cursor: Says which batch the loop is working on.
         loader: The user's, whose data set and collate_fn make the pieces of BatchMemoryManager.
         inputs: The tensors that went into the model in the latest training pass.
+        call: What the model was called with.
         dim: The dimension that counts their records.
         is_composed: Whether every step counts, so that the loop may do what Opacus lets it do.
         maps_records: Whether the loop maps records before the model, which was declared.
@@ -51,13 +56,15 @@ class Taken:
         cursor: BatchCursor,
         loader: Any,
         inputs: Callable[[], Sequence[torch.Tensor]],
+        call: Callable[[], Any],
         *,
         dim: int,
         is_composed: bool,
         maps_records: bool,
     ):
         self._plan, self._cursor, self._loader, self._inputs = plan, cursor, loader, inputs
-        self._dim = dim
+        self._call, self._dim = call, dim
+        self._constants: list[Any] | None = None  # of the first pass
         self._compares = not (is_composed or maps_records)
         self._is_mapped = maps_records and not is_composed
 
@@ -170,7 +177,22 @@ class Taken:
         """Whether the training pass was on something else than the batch whose turn it is."""
         if not piece.rows or not (self._compares or self._cursor.was_fetched_ahead):
             return {"other_batch": False}
+        if self._compares:
+            self._check_constants(piece.step)
         return {"other_batch": holds_others(self._inputs(), self.unwritten, self._dim)}
+
+    def _check_constants(self, step: int) -> None:
+        found = [leaf for leaf in leaves_of(self._call()) if not isinstance(leaf, _SIMPLE)]
+        if self._constants is None:
+            self._constants = found
+        if len(found) != len(self._constants) or not all(map(_is_same, found, self._constants)):
+            kinds = ", ".join(sorted({type(leaf).__name__ for leaf in (*found, *self._constants)}))
+            raise UnsupportedRunError(
+                f"step {step}: the model was called with another value of {kinds} than in the "
+                "first pass. It may come from the whole batch (its mean, its largest norm), which "
+                "no clip bounds. Compute it in the data set, the collate_fn or the model, from one "
+                "record; or declare with loop_maps_records=True that it does."
+            )
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
         """Raises UnsupportedRunError if it was."""
@@ -230,6 +252,10 @@ class Taken:
         """The loader goes on after `steps` steps."""
         self.index, self.rows, self.skips_step = None, 0, False
         self._cursor.resume_at(steps)
+
+
+def _is_same(value: Any, first: Any) -> bool:
+    return value is first or (isinstance(value, float) and value == first)
 
 
 def holds_others(

@@ -26,16 +26,21 @@ from hidden_state_adapters.batch_plans import BatchPlan
 _AT_ONCE = 2  # the batch of the step, and one that is fetched ahead
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested lists, tuples and mappings (a BatchEncoding is one).
+def leaves_of(value: Any) -> Iterator[Any]:
+    """What is in nested lists, tuples and mappings (a BatchEncoding is one).
 
     Other objects are not looked into.
     """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping | list | tuple):
+    if isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_of(part)
+            yield from leaves_of(part)
+    else:
+        yield value
+
+
+def tensors_of(value: Any) -> Iterator[torch.Tensor]:
+    """The tensors among `leaves_of`."""
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
 
 
 @attrs.frozen(eq=False)

@@ -124,6 +124,13 @@ class HeadPasses:
             )
         if self._hooks is not None:
             self._hooks.check()
+            if attached.requires_grad and any(one.call is self._call for one in self._passes):
+                raise UnsupportedRunError(
+                    "Expected features that do not depend on the linear head, got those of a pass "
+                    "in which the model called it before (shared weights?): no loss is known to be "
+                    "convex in its weights then. Leave out criterion=, feature_norm= and "
+                    "loss_geometry=: every step then counts."
+                )
         is_other = head.weight is not self._weight or head.bias is not self._bias
         moved = is_other or self._iterate.moved()
         is_attached = self._is_composed and attached.requires_grad

@@ -13,6 +13,7 @@ from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.criteria import KnownCriterion
+from hidden_state_adapters.opacus.data.loader import tensors_of
 from hidden_state_adapters.opacus.gradients.bounds import check_features
 from hidden_state_adapters.opacus.gradients.figures import Figure, any_of, differ
 from hidden_state_adapters.opacus.gradients.head import HeadGradients
@@ -168,7 +169,7 @@ class HeadRun(Source):
             bias.grad_sample = torch.stack(of_bias).sum(0)
 
     def _features(self, call: Call) -> list[torch.Tensor]:
-        """What reaches the head in a pass."""
+        """What reaches the head in a pass, and what the model makes of its outputs."""
         kept: list[torch.Tensor] = []
 
         def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -176,10 +177,10 @@ class HeadRun(Source):
 
         handle = self._head.register_forward_pre_hook(note, with_kwargs=True)
         try:
-            self._module(*call[0], **call[1])
+            found = self._module(*call[0], **call[1])
         finally:
             handle.remove()
-        return kept
+        return [*kept, *(x for x in tensors_of(found) if x.is_floating_point())]
 
     def _outputs(self, piece: Piece) -> Sequence[torch.Tensor]:
         return [self._used[0].outputs]

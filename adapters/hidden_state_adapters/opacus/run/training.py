@@ -79,6 +79,7 @@ class TrainingRun:
             self.cursor,
             loader,
             lambda: self.source.inputs,
+            lambda: self.source.call,
             dim=_dim(declared),
             is_composed=declared.mechanism.is_composed,
             maps_records=declared.arguments.loop_maps_records,

@@ -22,7 +22,7 @@ from hidden_state_adapters.opacus.sources.apart import (
 
 
 class Collated:
-    """Hands halves of a batch to the loader's collate_fn, each by itself.
+    """Hands parts of a batch to the loader's collate_fn, each by itself.
 
     Attributes:
         is_custom: Whether the collate_fn is not torch's, which takes every record by itself.
@@ -37,7 +37,10 @@ class Collated:
         self.is_custom = self._collate is not default_collate
 
     def versions(self, call: Call, piece: Piece) -> Sequence[Version]:
-        """A call with each half of its records; none where the loop made tensors of its own.
+        """Calls with each half of its records, and with the shortest one of them twice.
+
+        Both halves may hold a record of the largest length, and be padded alike. None are made
+        where the loop made tensors of its own.
 
         Args:
             call: What the model was called with.
@@ -49,16 +52,20 @@ class Collated:
             with random_numbers_as_before():
                 indices = self._plan.own_batch(piece.step - 1)[: piece.rows]
                 records = [self._dataset[i] for i in indices]
+                sizes = [sum(x.numel() for x in self._tensors([one, one])) for one in records]
+                shortest = sizes.index(min(sizes))
+                chosen = [*halves(piece.rows), [shortest, shortest]]
                 whole, *parts = (
-                    self._tensors([records[i] for i in kept])
-                    for kept in (range(piece.rows), *halves(piece.rows))
+                    self._tensors([records[i] for i in some])
+                    for some in (range(piece.rows), *chosen)
                 )
                 _replaced(call, whole, whole)
         except Exception:  # whatever data set or collate_fn may raise, or other tensors
             return []
+        kept = [*halves(piece.rows), range(shortest, shortest + 1)]
         return [
-            (functools.partial(_replaced, call, whole, part), len(kept), kept)
-            for part, kept in zip(parts, halves(piece.rows), strict=True)
+            (functools.partial(_replaced, call, whole, part), len(some), own)
+            for part, some, own in zip(parts, chosen, kept, strict=True)
         ]
 
     def tensors(self, piece: Piece) -> list[torch.Tensor]:
