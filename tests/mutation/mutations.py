@@ -380,6 +380,14 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
+    "../adapters/hidden_state_adapters/sklearn/columns.py": {
+        "sklearn/test_columns.py": {
+            "knots_lie_where_the_records_do": (
+                "SplineTransformer(degree=1, knots=at).fit(at)",
+                'SplineTransformer(n_knots=number, degree=1, knots="quantile").fit(chosen)',
+            ),
+        },
+    },
     "../adapters/hidden_state_adapters/sklearn/estimators.py": {
         "sklearn/test_whitening.py": {
             "the_records_are_their_own_public_features": (

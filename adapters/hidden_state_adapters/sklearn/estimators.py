@@ -24,6 +24,7 @@ from hidden_state_adapters.recipe import (
     Target,
     silent,
 )
+from hidden_state_adapters.sklearn.columns import Columns
 from hidden_state_adapters.sklearn.data_checks import Lineage, look_at, warn_of_units
 from hidden_state_adapters.sklearn.preprocessing import (
     STEPS,
@@ -136,11 +137,13 @@ class PrivateLinearModel(BaseEstimator):
                 f"Expected dense records for preprocessing={step!r}, got a sparse "
                 'matrix, of which nothing would stay sparse. Use "scale", or X.toarray().'
             )
+        columns = self._columns(X.shape[1])
+        width = X.shape[1] if columns is None else columns.width
         is_private = step == WHITEN and self.public_features is None
-        if is_private and not self._target().whitening_pays(*X.shape):
+        if is_private and not self._target().whitening_pays(X.shape[0], width):
             raise ValueError(
                 'Expected more records, or a larger epsilon, for preprocessing="whiten", got '
-                f"{X.shape[0]} of {X.shape[1]} columns: little more than noise would be released "
+                f"{X.shape[0]} of {width} columns: little more than noise would be released "
                 "of their covariance. Pass public_features=, features of public data, or use "
                 '"center".'
             )
@@ -160,42 +163,28 @@ class PrivateLinearModel(BaseEstimator):
                 "Expected public_features of other data, got the records themselves, which are "
                 "what epsilon protects. Leave public_features out."
             )
-        return self._in_bounds(public)
+        return self._mapped(public)
 
-    def _column_bounds(self, columns: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Middles and half ranges of the columns; None for columns as they are."""
-        if self.column_bounds is None:
-            return None
-        try:
-            bounds = np.asarray(self.column_bounds, dtype=np.float64)
-            low, high = np.broadcast_to(bounds, (columns, 2)).T
-        except (TypeError, ValueError):
-            low = high = np.zeros(columns)
-        is_range = (low < high) & np.isfinite(high - low)
-        if np.ndim(self.column_bounds) not in (1, 2) or not is_range.all():
+    def _columns(self, number: int) -> Columns | None:
+        """What is known of the columns; None for nothing."""
+        if self.column_bounds is not None:
+            names = [self._column_name(index) for index in range(number)]
+            return Columns.of(self.column_bounds, self.splines, names)
+        if self.splines is not None:
             raise ValueError(
-                "Expected column_bounds, shape (features, 2): (low, high) of every column, or one "
-                f"(low, high) for all, with low < high, for {columns} columns, got "
-                f"{self.column_bounds!r}, wrong for {self._column_name(int(is_range.argmin()))}. "
-                "Take them from public knowledge."
+                "Expected column_bounds beside splines, which have their knots between them, got "
+                "none. Take them from public knowledge."
             )
-        return (high + low) / 2, (high - low) / 2
+        return None
 
     def _column_name(self, index: int) -> str:
         names = getattr(self, "feature_names_in_", None)
         return f"column {index}" if names is None else f"column {names[index]!r}"
 
-    def _in_bounds(self, X: Any) -> Any:
-        """The records with every column cut at its bounds and brought to [-1, 1] by them."""
-        bounds = self._column_bounds(X.shape[1])
-        if bounds is None:
-            return X
-        if sparse.issparse(X):
-            raise ValueError(
-                "Expected dense records beside column_bounds, got a sparse matrix, of which "
-                "nothing would stay sparse. Scale it by public numbers first, or use X.toarray()."
-            )
-        return np.clip((X - bounds[0]) / bounds[1], -1.0, 1.0).astype(X.dtype)
+    def _mapped(self, X: Any) -> Any:
+        """The records by what is known of their columns."""
+        columns = self._columns(X.shape[1])
+        return X if columns is None else columns.apply(X)
 
     def _records(self, X: Any, statistics: Statistics | None) -> Records:
         if statistics is not None:
@@ -241,7 +230,7 @@ class PrivateLinearModel(BaseEstimator):
         **options: Any,
     ) -> tuple[Records, OwnGenerator]:
         public = self._public_features(X)
-        X = self._in_bounds(X)
+        given, X = X, self._mapped(X)
         step = self._chosen_step(X)
         recipe = Recipe.of(
             self._target(),
@@ -255,7 +244,7 @@ class PrivateLinearModel(BaseEstimator):
         )
         lineage, in_budget = self._of_lineage(), recipe.spend(vars(self).get("_sent_from"))
         lineage.is_warned |= in_budget is not None
-        count = look_at(X, y, lineage, type(self).__name__, stacklevel=3)
+        count = look_at(given, y, lineage, type(self).__name__, stacklevel=3)
         self._fits = in_budget or (
             f"{count} that this process knows of, on these records or of this estimator and its "
             "copies; every other fit on the same records spends as well"
@@ -297,7 +286,7 @@ class PrivateLinearModel(BaseEstimator):
         X = validate_data(self, X, accept_sparse="csr", dtype=_FLOATS, reset=False)
         parts = []
         for rows in blocks_of(X):  # so that no copy of X is made for centring
-            records = self._records(self._in_bounds(X[rows]), self._statistics)
+            records = self._records(self._mapped(X[rows]), self._statistics)
             parts.append(records.predictions(slice(0, len(records)), self._weights))
         return np.concatenate(parts)
 
@@ -335,6 +324,8 @@ class PrivateLinearModel(BaseEstimator):
             )
         if self.column_bounds is not None:
             found.append(Assumption.public("the bounds of the columns"))
+        if self.splines is not None:
+            found.append(Assumption.public(f"the numbers of their knots, splines={self.splines!r}"))
         if self.public_features is not None:
             found.append(
                 Assumption.public(
@@ -421,6 +412,9 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         column_bounds: (low, high) of every column from public knowledge, shape (features, 2), or
             of all, shape (2,), or None. Columns are cut there and brought to [-1, 1], so that
             their units do not decide what a normalised record consists of.
+        splines: Number of knots in each column, or of every one (0 for columns that stay numbers,
+            those of 0 and 1 for example), or None. A column with knots becomes as many hat
+            functions, evenly between its `column_bounds`: linear in between, at no cost.
         class_weight: A public number for each label (1 where it is left out); gradients are
             multiplied with them, divided by the largest. "balanced" would count the labels.
         calibrate: Whether one temperature for `predict_proba` is released, with noise and
@@ -433,7 +427,8 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
 
     Attributes:
         classes_: The labels, sorted.
-        coef_: Shape (1 or classes, features), for records as they are normalised (and centred).
+        coef_: Shape (1 or classes, features), for records as they are normalised (and centred);
+            with splines, of columns without knots, then of hat functions.
         intercept_: Shape (1 or classes,).
         temperature_: What logits are divided by for probabilities; 1 where none is released.
         n_features_in_, n_iter_: Of the training.
@@ -452,6 +447,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         preprocessing: str | None = "auto",
         public_features: Any = None,
         column_bounds: Any = None,
+        splines: Any = None,
         class_weight: Any = None,
         calibrate: bool = True,
         fit_intercept: bool = True,
@@ -466,6 +462,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         self.preprocessing = preprocessing
         self.public_features = public_features
         self.column_bounds = column_bounds
+        self.splines = splines
         self.class_weight = class_weight
         self.calibrate = calibrate
         self.fit_intercept = fit_intercept
@@ -637,7 +634,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         alpha: The loss gets alpha/2 times the squared norm of the weights, the intercept included.
         feature_norm: What longer records are cut to. Choose it from public knowledge.
         normalization: "clip" brings longer records to `feature_norm`, "scale" every one.
-        preprocessing, public_features, column_bounds: As for `PrivateClassifier`.
+        preprocessing, public_features, column_bounds, splines: As for `PrivateClassifier`.
         fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
         neighboring_relation, verbose: As for `PrivateClassifier`.
 
@@ -663,6 +660,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         preprocessing: str | None = "auto",
         public_features: Any = None,
         column_bounds: Any = None,
+        splines: Any = None,
         fit_intercept: bool = True,
         neighboring_relation: Any = "REPLACE_SPECIAL",
         verbose: int = 0,
@@ -677,6 +675,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         self.preprocessing = preprocessing
         self.public_features = public_features
         self.column_bounds = column_bounds
+        self.splines = splines
         self.fit_intercept = fit_intercept
         self.neighboring_relation = neighboring_relation
         self.verbose = verbose
@@ -751,16 +750,21 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
                 f"{self.normalization!r}, which scales every record by its own norm: no one number "
                 "for a column says what it does. Use coef_, for normalised records."
             )
+        if self.splines is not None:
+            raise AttributeError(
+                "Expected splines=None for coefficients in the units of the columns, got "
+                f"{self.splines!r}: no one number says what a column does. Use predict."
+            )
         slopes, origin, statistics = self.coef_, np.zeros_like(self.coef_), self._statistics
         if statistics is not None:
             slopes = slopes if statistics.whitening is None else statistics.whitening @ slopes
             slopes = slopes if statistics.factors is None else slopes * statistics.factors
             origin = origin if statistics.means is None else statistics.means
         offset = self.intercept_ - float(origin @ slopes)
-        bounds = self._column_bounds(len(self.coef_))
-        if bounds is not None:
-            slopes = slopes / bounds[1]
-            offset -= float(bounds[0] @ slopes)
+        columns = self._columns(self.n_features_in_)
+        if columns is not None:
+            slopes = slopes / columns.half
+            offset -= float(columns.middle @ slopes)
         return slopes, offset
 
     def _public(self) -> list[Assumption]:
