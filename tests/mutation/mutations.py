@@ -62,7 +62,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/run/schedule.py": {
+    "../adapters/hidden_state_adapters/opacus/schedule.py": {
         "opacus/test_declared_schedule.py": {
             "a_rate_that_the_noise_was_not_found_for": (
                 "        return attrs.evolve(self, target_rate=float(",
@@ -78,7 +78,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/run/declared.py": {
+    "../adapters/hidden_state_adapters/opacus/declared.py": {
         "opacus/test_add_or_remove.py": {
             "a_rate_from_the_number_of_records_under_add_or_remove": (
                 "    if batches.sampling_rate is None:\n",
@@ -94,7 +94,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/data/batch.py": {
+    "../adapters/hidden_state_adapters/opacus/batch.py": {
         "opacus/test_every_step.py::test_a_guard_that_acts_late_is_refused": {
             "the_input_of_a_model_is_compared_in_the_first_steps": (
                 "not (self._compares or self._cursor.was_fetched_ahead)",
@@ -108,7 +108,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/data/loader.py": {
+    "../adapters/hidden_state_adapters/opacus/loader.py": {
         "opacus/test_every_step.py::test_a_batch_that_is_written_late_is_refused": {
             "a_batch_that_the_loop_wrote_to_is_the_one_that_was_drawn": (
                 "for tensor, now, then in counts if now == then",
@@ -128,7 +128,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/head/curvature.py": {
+    "../adapters/hidden_state_adapters/opacus/curvature.py": {
         "opacus/test_curvature_guard.py": {
             "batches_of_pieces_are_looked_at_one_piece_at_a_time": (
                 "self._batch.extend(features)",
@@ -140,11 +140,17 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/head/passes.py": {
+    "../adapters/hidden_state_adapters/opacus/head.py": {
         "opacus/test_every_step.py::test_outputs_of_other_weights_are_refused": {
             "other_objects_in_the_places_of_parameters_pass": (
-                "moved = is_other or self._iterate.moved()",
-                "moved = self._iterate.moved()",
+                "moved = is_other or self.iterate.moved()",
+                "moved = self.iterate.moved()",
+            ),
+        },
+        "opacus/test_records_apart.py::test_what_a_model_makes_of_the_outputs_of_a_head": {
+            "what_comes_behind_a_head_is_not_looked_at": (
+                "[*kept, *(x for x in tensors_of(found) if x.is_floating_point())]",
+                "kept",
             ),
         },
         "opacus/test_linear_head.py::test_a_head_on_its_own_outputs_is_no_linear_model": {
@@ -155,20 +161,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "opacus/test_every_step.py::test_outputs_are_computed_from_the_own_copy": {
             "outputs_are_those_that_the_layer_hands_out": (
-                "leaf = self._outputs(attached if is_attached else features)",
+                "leaf = self._computed(attached if is_attached else features)",
                 "leaf = output if is_attached else output.detach()",
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/head/run.py": {
-        "opacus/test_records_apart.py::test_what_a_model_makes_of_the_outputs_of_a_head": {
-            "what_comes_behind_a_head_is_not_looked_at": (
-                "[*kept, *(x for x in tensors_of(found) if x.is_floating_point())]",
-                "kept",
-            ),
-        },
-    },
-    "../adapters/hidden_state_adapters/opacus/run/registry.py": {
+    "../adapters/hidden_state_adapters/opacus/registry.py": {
         "opacus/test_earlier_runs.py": {
             "a_model_of_another_engine_passes": (
                 "        if lineage is not own:\n",
@@ -176,7 +174,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/sources/iterate.py": {
+    "../adapters/hidden_state_adapters/opacus/iterate.py": {
         "opacus/test_event_matches_reality_accounted.py": {
             "weights_that_are_replaced_after_the_last_step_are_the_iterate": (
                 "moved = self._differ([now[name] for name in self._names]) if is_there else True",
@@ -184,47 +182,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/composed.py": {
-        "opacus/test_composed.py": {
-            "clip_norms_of_layers_are_one_clip_norm": (
-                "            self._accumulate = DPPerLayerOptimizer.clip_and_accumulate\n",
-                "",
-            ),
-        },
-    },
-    "../adapters/hidden_state_adapters/opacus/gradients/noise.py": {
-        "opacus/test_stock_noise.py": {
-            "noise_of_the_default_generator_is_that_of_a_given_one": (
-                "        return DEFAULT_NOISE\n",
-                "        return GIVEN_NOISE\n",
-            ),
-        },
-    },
-    "../adapters/hidden_state_adapters/opacus/gradients/samples.py": {
-        "opacus/test_composition_as_opacus.py": {
-            "sums_of_gradients_are_made_in_half_precision": (
-                "torch.float32 if is_half(param) else param.dtype",
-                "param.dtype",
-            ),
-        },
-    },
-    "../adapters/hidden_state_adapters/opacus/sources/apart.py": {
-        "opacus/test_records_apart.py": {
-            "records_are_never_beside_much_longer_ones": (
-                "_FACTORS = (1000, -1)",
-                "_FACTORS = (2, -1)",
-            ),
-            "random_models_are_not_looked_at_beside_other_records": (
-                "draws_alike and self._are_near",
-                "False and self._are_near",
-            ),
-            "models_with_dropout_are_not_looked_at": (
-                "if isinstance(part, _DropoutNd)",
-                "if part is None",
-            ),
-        },
-    },
-    "../adapters/hidden_state_adapters/opacus/sources/base.py": {
+    "../adapters/hidden_state_adapters/opacus/source.py": {
         "opacus/test_records_apart.py": {
             "composition_looks_at_no_model": (
                 "self._is_open = True  #",
@@ -238,8 +196,60 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/sources/collated.py": {
+    "../adapters/hidden_state_adapters/opacus/clipped_sum.py": {
+        "opacus/test_linear_head.py": {
+            "gradients_that_are_a_little_too_long_are_not_clipped": (
+                "is_short = piece.longest + OPACUS_CLIP_OFFSET <= clip_norm",
+                "is_short = piece.longest <= 4 * clip_norm",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/criteria.py": {
+        "opacus/test_auto_geometry.py": {
+            "labels_that_are_no_class_have_slopes": (
+                "target /= target.sum(dim=1, keepdim=True)  #",
+                "pass  #",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/composed.py": {
+        "opacus/test_composed.py": {
+            "clip_norms_of_layers_are_one_clip_norm": (
+                "            self._accumulate = DPPerLayerOptimizer.clip_and_accumulate\n",
+                "",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/noise.py": {
+        "opacus/test_stock_noise.py": {
+            "noise_of_the_default_generator_is_that_of_a_given_one": (
+                "        return DEFAULT_NOISE\n",
+                "        return GIVEN_NOISE\n",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/gradients.py": {
+        "opacus/test_composition_as_opacus.py": {
+            "sums_of_gradients_are_made_in_half_precision": (
+                "torch.float32 if is_half(param) else param.dtype",
+                "param.dtype",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/apart.py": {
         "opacus/test_records_apart.py": {
+            "records_are_never_beside_much_longer_ones": (
+                "_FACTORS = (1000, -1)",
+                "_FACTORS = (2, -1)",
+            ),
+            "random_models_are_not_looked_at_beside_other_records": (
+                "draws_alike and self._are_near",
+                "False and self._are_near",
+            ),
+            "models_with_dropout_are_not_looked_at": (
+                "if isinstance(part, _DropoutNd)",
+                "if part is None",
+            ),
             "collate_functions_are_not_looked_at": (
                 "if not self.is_custom:",
                 "if True:",
@@ -249,8 +259,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "sizes.index(max(sizes))",
             ),
         },
-    },
-    "../adapters/hidden_state_adapters/opacus/sources/criterion.py": {
         "opacus/test_losses_of_records.py": {
             "a_criterion_is_looked_at_in_the_whole_batch_only": (
                 "for part in _parts(len(output)):",
@@ -258,7 +266,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/sources/packed.py": {
+    "../adapters/hidden_state_adapters/opacus/frozen.py": {
         "opacus/test_packed_sequences.py": {
             "packed_sequences_that_are_frozen_only_are_refused": (
                 "is_trained and not _is_checked(layer)",
@@ -266,7 +274,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/sources/samples.py": {
+    "../adapters/hidden_state_adapters/opacus/sampled.py": {
         "misuse/test_opacus.py": {
             "passes_at_other_weights_count": (
                 "any_of([self.iterate.moved(), self._strayed])",

@@ -14,7 +14,7 @@ from torch import nn
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import HiddenStateAccountant
-from hidden_state_adapters.opacus.run.registry import AccountedRun
+from hidden_state_adapters.opacus.registry import AccountedRun
 
 pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
 

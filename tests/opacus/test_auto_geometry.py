@@ -98,6 +98,13 @@ def test_slopes_are_those_of_torch(criterion, outputs):
     torch.testing.assert_close(known.slopes(output.detach(), target), expected)
 
 
+@pytest.mark.parametrize("criterion", [c for c, k in CRITERIA[:4]], ids=str)
+def test_a_label_that_is_no_class_has_no_slopes(criterion):
+    output, labels = torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, -100, 2, 3])
+    slopes = KnownCriterion.of(criterion, 3).slopes(output, labels)
+    assert slopes.isnan().any(dim=1).tolist() == [False, True, False, True]
+
+
 FUNCTIONS = [
         (F.cross_entropy, nn.CrossEntropyLoss()),
         (functools.partial(F.cross_entropy, label_smoothing=0.1),

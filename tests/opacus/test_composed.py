@@ -19,7 +19,7 @@ from hidden_state_adapters.opacus import (
     HiddenStatePrivacyEngine,
 )
 from hidden_state_adapters.opacus.composed import ComposedOptimizer
-from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
+from hidden_state_adapters.opacus.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.wrappers import HeadModule
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

@@ -11,11 +11,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import EnvelopeCrossEntropyLoss, HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.gradients.piece import Piece
-from hidden_state_adapters.opacus.head.curvature import BatchCurvature
-from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
-from hidden_state_adapters.opacus.run.arguments import RunArguments
-from hidden_state_adapters.opacus.run.declared import DeclaredRun
+from hidden_state_adapters.opacus.curvature import BatchCurvature
+from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.gradients import Piece
+from hidden_state_adapters.opacus.options import RunArguments
+from hidden_state_adapters.opacus.sgd import HiddenStateOptimizer
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Secure RNG", "ignore:Full backward hook", "ignore::UserWarning"

@@ -118,7 +118,7 @@ def marked():
         model(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert float(optimizer.mechanism.hidden.error(0)) == MARK
+    assert float(optimizer.hidden.error(0)) == MARK
     return engine, model, optimizer, loader
 
 
@@ -143,7 +143,7 @@ def test_the_error_is_nowhere_by_default(tmp_path):
 
 def test_nothing_that_holds_the_error_can_be_copied():
     engine, model, optimizer, _ = marked()
-    for value in (engine, optimizer, optimizer.mechanism.hidden):
+    for value in (engine, optimizer, optimizer.hidden):
         for copier in (pickle.dumps, copy.deepcopy, saved):
             with pytest.raises((hsa.UnsupportedRunError, TypeError, AttributeError)):
                 copier(value)
@@ -186,7 +186,7 @@ def test_the_field_that_differs_is_named(make_dice, tmp_path, field, arguments):
 
 
 def error_or_zero(run):
-    return flat([run.optimizer.mechanism.hidden.error(i) for i in range(2)])
+    return flat([run.optimizer.hidden.error(i) for i in range(2)])
 
 
 def test_runs_of_the_other_kind(make_run, make_dice, tmp_path, dataset):

@@ -21,7 +21,7 @@ from hidden_state_adapters.opacus import (
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
 )
-from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
+from hidden_state_adapters.opacus.options import RunArguments, RunOptions
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import Batches
-from hidden_state_adapters.opacus.data.loader import tensors_of
+from hidden_state_adapters.opacus.loader import tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

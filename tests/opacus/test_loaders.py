@@ -18,12 +18,12 @@ from torch.utils.data import (
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
 from hidden_state_adapters.batch_plans import FixedPlan
-from hidden_state_adapters.opacus.data.loader import (
+from hidden_state_adapters.opacus.loader import (
     BatchCursor,
     OrderedBatchSampler,
     private_loader,
 )
-from hidden_state_adapters.opacus.data.order import Batches, plan_batches
+from hidden_state_adapters.opacus.order import Batches, plan_batches
 
 
 def numbers(size):

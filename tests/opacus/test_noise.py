@@ -17,7 +17,7 @@ from hidden_state_adapters.opacus import (
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
 )
-from hidden_state_adapters.opacus.gradients.noise import OwnGenerator, check_noise_source
+from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

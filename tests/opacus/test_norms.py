@@ -8,14 +8,14 @@ import torch
 from opacus import GradSampleModule
 from torch import nn
 
-from hidden_state_adapters.opacus.gradients.norms import (
+from hidden_state_adapters.opacus.gradients import Piece
+from hidden_state_adapters.opacus.norms import (
     clip_factors,
     joint_norms,
     row_norms,
     smallest_norm,
     to_precision,
 )
-from hidden_state_adapters.opacus.gradients.samples import SampleGradients
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 257, 1000, 256 * 256 + 3])
@@ -48,7 +48,7 @@ def test_the_clip_uses_them():
     layer = nn.Linear(2_000_000, 1, bias=False)
     model = GradSampleModule(layer, loss_reduction="sum")
     model(torch.full((1, 2_000_000), 0.1)).sum().backward()
-    norm = float(SampleGradients().norms(list(layer.parameters())))
+    norm = float(Piece(1, list(layer.parameters())).norms)
     assert norm == pytest.approx(0.1 * 2_000_000**0.5, rel=1e-6)
 
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_adapters.opacus  # registers the accountant
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
+from hidden_state_adapters.opacus.frozen import refuse_packed_sequences
 from hidden_state_adapters.opacus.stock import MadePrivate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")

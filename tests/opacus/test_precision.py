@@ -9,9 +9,7 @@ from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
-from hidden_state_adapters.opacus import DiceSGDOptimizer
-from hidden_state_adapters.opacus.gradients import precision
-from hidden_state_adapters.opacus.sources import samples
+from hidden_state_adapters.opacus import DiceSGDOptimizer, precision, sampled
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -178,7 +176,7 @@ def test_convolutions_on_a_gpu():
 def test_convolutions_matter_to_a_declared_loss(make_run, monkeypatch, case, asked):
     """Of a linear head every gradient is a matrix product; without a geometry the clip is all."""
     calls = []
-    monkeypatch.setattr(samples, "check_convolutions", calls.append)
+    monkeypatch.setattr(sampled, "check_convolutions", calls.append)
     model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
     known = {
         "declared": {

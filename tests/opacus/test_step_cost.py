@@ -17,8 +17,8 @@ from hidden_state_adapters.opacus import (
     DiceAdamOptimizer,
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
+    gradients,
 )
-from hidden_state_adapters.opacus.gradients import figures
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -93,7 +93,7 @@ class CountWaits(TorchDispatchMode):
 @pytest.fixture
 def waits(monkeypatch):
     """Counts the waits of a call; the code takes the way that it takes on a device."""
-    monkeypatch.setattr(figures, "is_on_host", lambda value: False)
+    monkeypatch.setattr(gradients, "is_on_host", lambda value: False)
     mode = CountWaits()
 
     def counted(name):
@@ -312,7 +312,7 @@ def test_the_same_trajectory_on_a_gpu(kind, dtype):
 def test_buffers_are_where_the_parameters_are(kind, dtype):
     loop = Loop(kind, "cuda", dtype=dtype)
     loop.epoch()
-    hidden = getattr(getattr(loop.optimizer, "mechanism", None), "hidden", None)
+    hidden = getattr(loop.optimizer, "hidden", None)
     buffers = [] if hidden is None else [hidden.error(i) for i in range(len(hidden._params))]
     context = getattr(loop.optimizer, "context", None)
     buffers += [] if context is None else [known.copy for known in context.parameters._known]

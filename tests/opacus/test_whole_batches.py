@@ -5,8 +5,8 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, Subset, TensorDataset, default_collate
 
 from hidden_state_accountants import BatchOrder
-from hidden_state_adapters.opacus.data.loader import BatchCursor, private_loader
-from hidden_state_adapters.opacus.data.order import Batches, plan_batches
+from hidden_state_adapters.opacus.loader import BatchCursor, private_loader
+from hidden_state_adapters.opacus.order import Batches, plan_batches
 
 SIZE, BATCH = 12, 5
 

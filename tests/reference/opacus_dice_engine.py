@@ -16,4 +16,4 @@ def weights(run):
 
 
 def error_of(run):
-    return flat(run.optimizer.mechanism.private_state()["error"])
+    return flat(run.optimizer.private_state()["error"])

@@ -22,7 +22,15 @@ except ModuleNotFoundError as error:
 
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.auxiliary import AuxiliaryNetwork
-from hidden_state_adapters.opacus.data.order import Batches
+from hidden_state_adapters.opacus.block_coordinate import (
+    BlockCoordinate,
+    BlockCoordinateOptimizer,
+)
+from hidden_state_adapters.opacus.dice import (
+    DiceAdamOptimizer,
+    DiceSGD,
+    DiceSGDOptimizer,
+)
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
 from hidden_state_adapters.opacus.fit_head import fit_head
 from hidden_state_adapters.opacus.losses import (
@@ -32,15 +40,7 @@ from hidden_state_adapters.opacus.losses import (
     EnvelopeSquaredErrorLoss,
     recommended_criterion,
 )
-from hidden_state_adapters.opacus.mechanisms.block_coordinate import (
-    BlockCoordinate,
-    BlockCoordinateOptimizer,
-)
-from hidden_state_adapters.opacus.mechanisms.dice_sgd import (
-    DiceAdamOptimizer,
-    DiceSGD,
-    DiceSGDOptimizer,
-)
+from hidden_state_adapters.opacus.order import Batches
 from hidden_state_adapters.opacus.step_maps import (
     BallProjection,
     BoxProjection,

@@ -34,10 +34,10 @@ from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Run
-from hidden_state_adapters.opacus.data.reading import drawn_rate
-from hidden_state_adapters.opacus.gradients.figures import read
-from hidden_state_adapters.opacus.gradients.noise import whose_noise
-from hidden_state_adapters.opacus.run.registry import (
+from hidden_state_adapters.opacus.gradients import read
+from hidden_state_adapters.opacus.noise import whose_noise
+from hidden_state_adapters.opacus.reading import drawn_rate
+from hidden_state_adapters.opacus.registry import (
     AccountedRun,
     Lineage,
     declared_by,
@@ -45,7 +45,7 @@ from hidden_state_adapters.opacus.run.registry import (
     end_other_runs,
     note_trained,
 )
-from hidden_state_adapters.opacus.run.settings import WHY_NOT_ADAPTIVE
+from hidden_state_adapters.opacus.settings import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.opacus.stock import (
     ON_TRUST,
     MadePrivate,

@@ -11,13 +11,12 @@ from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import Assumption, LastIterateDpEvent, UnsupportedRunError
 from hidden_state_accountants.runs.run import Step
-from hidden_state_adapters.opacus.gradients.piece import Piece
-from hidden_state_adapters.opacus.gradients.precision import is_half
-from hidden_state_adapters.opacus.mechanism import ClippedSum, move_by_any_rule
-from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
-from hidden_state_adapters.opacus.run.arguments import RunArguments
-from hidden_state_adapters.opacus.run.declared import DeclaredRun
-from hidden_state_adapters.opacus.run.settings import (
+from hidden_state_adapters.opacus.clipped_sum import ClippedSum, move_by_any_rule
+from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.gradients import Piece
+from hidden_state_adapters.opacus.options import RunArguments
+from hidden_state_adapters.opacus.precision import is_half
+from hidden_state_adapters.opacus.settings import (
     UnsupportedUpdateError,
     refuse_loaded_moments,
     refuse_moments,
@@ -29,15 +28,31 @@ from hidden_state_adapters.opacus.run.settings import (
 _NOT_NEEDED = "every step counts, whatever the update does"
 
 
-class Composition(ClippedSum):
-    """Clips as Opacus does, flat or per layer; the wrapped optimizer does what it likes.
+class ComposedOptimizer(ClippedSum):
+    """Any optimizer of torch along noisy gradients, on the batches of a plan.
+
+    What `HiddenStatePrivacyEngine.make_private` makes where nothing asks for a hidden state.
 
     The noisy gradients are Gaussian mechanisms, each with its batch. What an optimizer computes
     from them (steps, momentum, moments) and from public schedules is post-processing, so that the
     composition of the steps covers the model, and every iterate before it.
 
+    Formal guarantees:
+      - Relation: that of the recorded `LastIterateDpEvent`, which has no loss geometry.
+      - Released: every iterate, and momentum and moments; not what they were computed from.
+      - As Opacus computes it: the gradient of every record, and with clipping in two passes its
+        clip. Of a linear head alone both follow from the slopes at its outputs.
+      - Checked at every step: batch and number of records, noise, clip and divisor as recorded,
+        gradients that are finite, the model as the last step left it.
+
     Args:
-        optimizer: The private optimizer.
+        optimizer: Any optimizer that sees nothing of the records but the noisy gradients.
+        run: Run of the engine, as for `PrivateOptimizer`.
+        **kwargs: Arguments of DPOptimizer.
+
+    Raises:
+        UnsupportedRunError: From `step`, when the run is not the declared one; the text says which
+            step and what. The step is then not taken.
     """
 
     refused = {  # noqa: RUF012
@@ -51,17 +66,16 @@ class Composition(ClippedSum):
     hides_iterates = False
     is_composed = True
 
-    def __init__(self, optimizer: Any):
-        super().__init__(optimizer)
+    def _start(self) -> None:
         arguments = self.declared.arguments
         self._accumulate: Any = None  # Opacus' own, where nothing of the sums is ours
         self._clipped = ""
         self._other_rule = ""  # of the last step that was not one of plain SGD
         if arguments.clips_per_layer:
-            optimizer.max_grad_norms = arguments.max_grad_norm
+            self.max_grad_norms = arguments.max_grad_norm
             self._accumulate = DPPerLayerOptimizer.clip_and_accumulate
             self._clipped = ", clipped per layer"
-        elif optimizer.run.source.ghost is not None:
+        elif self.run.source.ghost is not None:
             self._accumulate = DPOptimizerFastGradientClipping.accumulate
 
     @classmethod
@@ -97,12 +111,12 @@ class Composition(ClippedSum):
     @property
     def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
         """All that is trained now: layers may be frozen in the middle of a run."""
-        return [[param for param in self.params if param.requires_grad]]
+        return [[param for param in self.trained if param.requires_grad]]
 
     @property
     def update_rule(self) -> str:
         """The optimizer that moves the parameters, and another clip than the flat one."""
-        return (self._other_rule or rule_of(self.base)) + self._clipped
+        return (self._other_rule or rule_of(self.original_optimizer)) + self._clipped
 
     @property
     def why_composition(self) -> str:
@@ -117,13 +131,13 @@ class Composition(ClippedSum):
     @property
     def settings(self) -> dict[str, Any]:
         """Those of all mechanisms; where Opacus clips, the clip norm of the noise, too."""
-        fixed = {"max_grad_norm": self.optimizer.max_grad_norm} if self._accumulate else {}
+        fixed = {"max_grad_norm": self.max_grad_norm} if self._accumulate else {}
         return {**super().settings, **fixed}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Any rule is post-processing, as long as nothing else looks at the gradients."""
         refuse_step_hooks(optimizer)
-        if self._accumulate and not all(param.requires_grad for param in self.params):
+        if self._accumulate and not all(param.requires_grad for param in self.trained):
             raise UnsupportedRunError(
                 "Expected the trainable parameters of the start, got fewer: with "
                 'clipping="per_layer" or grad_sample_mode="ghost" Opacus looks at all of them. '
@@ -134,7 +148,7 @@ class Composition(ClippedSum):
     def assumptions(self) -> Iterable[Assumption]:
         """That an update rule that is not one of torch's looks at the noisy gradients only."""
         yield from super().assumptions
-        rule = type(self.base)
+        rule = type(self.original_optimizer)
         if rule.__module__.startswith("torch.optim"):
             yield Assumption.checked("momentum and moments made from noisy gradients only")
         else:
@@ -145,49 +159,23 @@ class Composition(ClippedSum):
     def clip(self, piece: Piece, clip_norm: float) -> None:
         """Adds the clipped gradients of a piece to the sums."""
         if self._accumulate:
-            self._accumulate(self.optimizer)
+            self._accumulate(self)
         else:
             super().clip(piece, clip_norm)
 
     def move(self, piece: Piece) -> None:
         """Lets the wrapped optimizer move what is trained."""
-        move_by_any_rule(self.base)
+        move_by_any_rule(self.original_optimizer)
 
-    def step(self, batch: int | None, rows: int, largest_norm: float) -> Step:
-        """The record of a step: of plain SGD with its rate and decay, of any other rule without."""
+    def recorded(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
+        """Returns the record of a step, of plain SGD with its rate and decay."""
         try:
-            values = update_of(self.optimizer, self.declared.plan.batch_size)
-        except UnsupportedUpdateError:
-            values, self._other_rule = {}, rule_of(self.base)  # a learning rate of 1 stands for it
-        return self._step(batch, rows, largest_norm, **values)
+            values |= update_of(self, self.declared.plan.batch_size)
+        except UnsupportedUpdateError:  # a learning rate of 1 stands for it
+            self._other_rule = rule_of(self.original_optimizer)
+        return super().recorded(batch, rows, largest_norm, **values)
 
     def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
         """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
         if not is_checkpoint:
             refuse_loaded_moments(state_dict)
-
-
-class ComposedOptimizer(PrivateOptimizer):
-    """Any optimizer of torch along noisy gradients, on the batches of a plan.
-
-    What `HiddenStatePrivacyEngine.make_private` makes where nothing asks for a hidden state.
-
-    Formal guarantees:
-      - Relation: that of the recorded `LastIterateDpEvent`, which has no loss geometry.
-      - Released: every iterate, and momentum and moments; not what they were computed from.
-      - As Opacus computes it: the gradient of every record, and with clipping in two passes its
-        clip. Of a linear head alone both follow from the slopes at its outputs.
-      - Checked at every step: batch and number of records, noise, clip and divisor as recorded,
-        gradients that are finite, the model as the last step left it.
-
-    Args:
-        optimizer: Any optimizer that sees nothing of the records but the noisy gradients.
-        run: Run of the engine, as for `PrivateOptimizer`.
-        **kwargs: Arguments of DPOptimizer.
-
-    Raises:
-        UnsupportedRunError: From `step`, when the run is not the declared one; the text says which
-            step and what. The step is then not taken.
-    """
-
-    mechanism_type = Composition

@@ -154,8 +154,9 @@ class KnownCriterion:
             return self.loss.slopes(output, target.reshape(-1 if is_label else output.shape))
         if isinstance(self.criterion, nn.CrossEntropyLoss) and not target.is_floating_point():
             classes = torch.arange(output.shape[1], device=output.device)
-            labels = target.reshape(-1, 1) == classes
-            target, fits = labels.to(output.dtype), labels.any(dim=1)
+            target = (target.reshape(-1, 1) == classes).to(output.dtype)
+            target /= target.sum(dim=1, keepdim=True)  # 1, and NaN for a label that is no class
+            fits = None
         else:
             target = target.to(output.dtype).reshape(output.shape)
             fits = None if is_target is None else is_target(target)
@@ -318,7 +319,7 @@ def auto_loss_geometry(
     """Returns the loss of a linear model trained with `criterion` on features of bounded norm.
 
     What comes before the layer is frozen: a fixed public map of every record. That the loss is that
-    of the layer's output is checked at every step (`head.run.KnownHeadRun`).
+    of the layer's output is checked at every step (`head.HeadRun`).
 
     Args:
         module: The module itself, not Opacus' wrapper.

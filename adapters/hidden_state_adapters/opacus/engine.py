@@ -36,24 +36,22 @@ from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.composed import ComposedOptimizer
-from hidden_state_adapters.opacus.data.loader import private_loader
-from hidden_state_adapters.opacus.gradients.noise import GIVEN_NOISE
-from hidden_state_adapters.opacus.head.run import KnownHeadRun
+from hidden_state_adapters.opacus.declared import DeclaredRun, is_shared
 from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
-from hidden_state_adapters.opacus.mechanism import MechanismOptions
-from hidden_state_adapters.opacus.mechanisms.sgd import HiddenStateOptimizer
-from hidden_state_adapters.opacus.optimizer import PrivateOptimizer
-from hidden_state_adapters.opacus.run.arguments import RunArguments, RunOptions
-from hidden_state_adapters.opacus.run.declared import DeclaredRun, is_shared
-from hidden_state_adapters.opacus.run.group import News, ProcessGroup
-from hidden_state_adapters.opacus.run.registry import (
+from hidden_state_adapters.opacus.loader import private_loader
+from hidden_state_adapters.opacus.noise import GIVEN_NOISE
+from hidden_state_adapters.opacus.optimizer import MechanismOptions, PrivateOptimizer
+from hidden_state_adapters.opacus.options import RunArguments, RunOptions
+from hidden_state_adapters.opacus.processes import News, ProcessGroup
+from hidden_state_adapters.opacus.registry import (
     AccountedRun,
     check_later_steps,
     note_branch,
 )
-from hidden_state_adapters.opacus.run.training import SECTION, TrainingRun
-from hidden_state_adapters.opacus.sources.base import LOSS_OF_RECORDS
-from hidden_state_adapters.opacus.sources.samples import SampledRun
+from hidden_state_adapters.opacus.run import SECTION, TrainingRun
+from hidden_state_adapters.opacus.sampled import SampledRun
+from hidden_state_adapters.opacus.sgd import HiddenStateOptimizer
+from hidden_state_adapters.opacus.source import LOSS_OF_RECORDS
 from hidden_state_adapters.opacus.wrappers import HeadModule, RowLosses, private_module
 from hidden_state_adapters.public_numbers import warn_of_delta, warn_of_longest
 
@@ -449,7 +447,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self._run, declared = run, run.declared
         self.accountant.add_run(run.accounted, run.check_iterate, earlier)
         self.accountant.take_over(run)
-        if run.optimizer.mechanism.is_composed and declared.arguments.criterion is None:
+        if run.optimizer.is_composed and declared.arguments.criterion is None:
             _logger.warning(
                 "criterion= was not passed to make_private, so that you declare: %s. Pass it to "
                 "have it looked at.",
@@ -506,7 +504,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked by the software, declared or public."""
         proven, run = self.accountant.guarantee.assumptions, self._run
-        is_computed_here = run is not None and isinstance(run.source, KnownHeadRun)
+        is_computed_here = run is not None and run.source.computes_loss
         own = [
             *([] if is_computed_here else [Assumption.declared(_NOT_SEEN)]),
             Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),
@@ -535,8 +533,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         self.accountant.warn_of_delta(delta)
         notes = {"update_rule": "any"}  # a checkpoint alone does not say
         if self._run is not None:
-            mechanism = self._run.optimizer.mechanism
-            notes = {"update_rule": mechanism.update_rule, "update": mechanism.why_composition}
+            optimizer = self._run.optimizer
+            notes = {"update_rule": optimizer.update_rule, "update": optimizer.why_composition}
         lines = [Statement(events, guarantee, self.assumptions, delta, **notes).lines()]
         if len(events) == 1:
             lines += report_lines(events[0], guarantee.neighboring_relation, delta)
@@ -841,13 +839,13 @@ def _arguments_of(**given: Any) -> RunArguments:
         made = mechanism.optimizer_class(getattr(optimizer, "original_optimizer", optimizer))
     if made is not None:
         is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
-        if not is_private or "mechanism_type" not in vars(made):  # a subclass may do anything
+        if not is_private or "checked" not in vars(made):  # a subclass may do anything
             raise UnsupportedRunError(
                 "Expected mechanism = None, DiceSGD(...) or BlockCoordinate(...) (or one of their "
                 f"optimizers as optimizer_class), got {made!r}: the engine checks the steps of "
                 "these only."
             )
-        options = made.mechanism_type.options
+        options = made.options
         if mechanism is None and options is not None:
             names = [field.name for field in attrs.fields(options)]
             mechanism = options(**{name: given.pop(name) for name in names if name in given})
@@ -859,7 +857,7 @@ def _arguments_of(**given: Any) -> RunArguments:
 
 def _log_release(run: TrainingRun) -> None:
     """Says what a public checkpoint costs, where it costs anything."""
-    record, hides_iterates = run.record, run.optimizer.mechanism.hides_iterates
+    record, hides_iterates = run.record, run.optimizer.hides_iterates
     if record.num_steps and hides_iterates:
         _logger.warning(
             "The checkpoint after step %d counts as a release. If this was the last step, that "

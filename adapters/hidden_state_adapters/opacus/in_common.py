@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from hidden_state_adapters.batch_plans import hash_of
-from hidden_state_adapters.opacus.data.loader import tensors_of
-from hidden_state_adapters.opacus.run.declared import DeclaredRun
-from hidden_state_adapters.opacus.run.group import Digest
-from hidden_state_adapters.opacus.run.registry import AccountedRun
-from hidden_state_adapters.opacus.run.training import TrainingRun
-from hidden_state_adapters.opacus.sources.apart import random_numbers_as_before
-from hidden_state_adapters.opacus.sources.iterate import fingerprint
+from hidden_state_adapters.opacus.apart import random_numbers_as_before
+from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.iterate import fingerprint
+from hidden_state_adapters.opacus.loader import tensors_of
+from hidden_state_adapters.opacus.processes import Digest
+from hidden_state_adapters.opacus.registry import AccountedRun
+from hidden_state_adapters.opacus.run import TrainingRun
 
 _PACKAGES = ("hidden-state-accountants", "dp-accounting", "opacus", "torch")
 _SHOWN = 16  # records that are compared

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
+import dp_accounting
 import torch
+from dp_accounting import NeighboringRelation
 from opacus.optimizers import DPOptimizer
 from opacus.optimizers.optimizer import _generate_noise
 from torch import nn
 from torch.optim import Optimizer
 
-from hidden_state_accountants import UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.ledger import refuse_in_budget
-from hidden_state_adapters.opacus.gradients.figures import is_on_host, read
-from hidden_state_adapters.opacus.gradients.noise import OwnGenerator, check_noise_source
-from hidden_state_adapters.opacus.gradients.piece import Piece
-from hidden_state_adapters.opacus.gradients.precision import is_half
-from hidden_state_adapters.opacus.mechanism import Mechanism
-from hidden_state_adapters.opacus.run.group import AgreedError, Totals
-from hidden_state_adapters.opacus.run.settings import Settings
-from hidden_state_adapters.opacus.run.training import TrainingRun
+from hidden_state_accountants.runs.run import Run, Step
+from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.gradients import Figure, Piece, is_on_host, read
+from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
+from hidden_state_adapters.opacus.options import RunArguments
+from hidden_state_adapters.opacus.processes import AgreedError, Totals
+from hidden_state_adapters.opacus.run import TrainingRun
+from hidden_state_adapters.opacus.settings import Settings
 
 _UNFINISHED = "a step was not finished"
 
 
+class MechanismOptions:
+    """What `make_private(mechanism=)` takes: the options of one mechanism, an attrs class."""
+
+    def optimizer_class(self, optimizer: Optimizer) -> Any:
+        """Returns the class of the private optimizer of a run.
+
+        Args:
+            optimizer: What it wraps.
+        """
+        raise NotImplementedError
+
+
 class PrivateOptimizer(DPOptimizer):
-    """Opacus' DPOptimizer with a mechanism and the record of its run.
+    """Opacus' DPOptimizer with the record of its run: the one step of all mechanisms.
+
+    A mechanism is one file: a subclass that says how it clips, adds up and moves, and its options.
+    Nothing else asks which mechanism a run has.
 
     `step` looks at what the loop did (the parameters have to be where the last step left them),
     clips and adds up by the mechanism, adds noise, records what is about to happen and moves the
@@ -37,11 +54,20 @@ class PrivateOptimizer(DPOptimizer):
     copy's steps would be missing from epsilon. `HiddenStatePrivacyEngine.make_private` makes it.
 
     Attributes:
-        mechanism_type: The mechanism; a subclass that names one is an `optimizer_class` of
-            `make_private`.
         run: What is true between the steps.
-        mechanism: What it does in a step.
-        group: The processes that train the run together; None for one.
+        group: Processes that train the run together; None for one.
+        declared: What `make_private` was told.
+        trained: Parameters that are trained, as at the start of the run.
+        base_types: What the wrapped optimizer may be, exactly.
+        options: The type of its options, or None; its fields may be passed beside optimizer_class.
+        refused: Arguments of `make_private` that make no sense with it, and why.
+        constant: What its bound says about settings that stay the same, for an error.
+        checked: What is verified at every step, in words.
+        takes_per_layer: Whether every parameter may have a clip norm of its own.
+        hides_iterates: Whether its bound may count on iterates that nobody sees.
+        is_composed: Whether it is Opacus' algorithm, accounted step by step at Opacus' trust.
+        takes_pieces: Whether a batch may come in pieces (BatchMemoryManager).
+        secret: What a copy of the optimizer would give away, beside missing steps; or "".
 
     Args:
         optimizer: The optimizer that moves the parameters.
@@ -54,7 +80,16 @@ class PrivateOptimizer(DPOptimizer):
         secure_mode: Needs torchcsprng.
     """
 
-    mechanism_type: ClassVar[type[Mechanism]]
+    base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
+    options: ClassVar[type | None] = None
+    refused: ClassVar[Mapping[str, str]] = {}
+    constant: ClassVar[str]
+    checked: ClassVar[str]
+    takes_per_layer: ClassVar[bool] = False
+    hides_iterates: ClassVar[bool] = True
+    is_composed: ClassVar[bool] = False
+    takes_pieces: ClassVar[bool] = True
+    secret: ClassVar[str] = ""
 
     # GradScaler then hands its scale to `step`, which refuses, instead of skipping steps unseen.
     _step_supports_amp_scaling = True
@@ -93,10 +128,14 @@ class PrivateOptimizer(DPOptimizer):
         run.optimizer = self
         self._batch, self._source = run.batch, run.source
         self._totals = Totals(0, 0.0)  # of the current step
-        self.mechanism = self.mechanism_type(self)
-        self._settings = Settings(self.mechanism)
+        self.declared, self.trained = run.declared, list(self.params)
+        self._start()
+        self._settings = Settings(self)
         self._largest_norm = 0.0  # of the current step
         self._is_moving = False
+
+    def _start(self) -> None:
+        """Prepares what a mechanism keeps from step to step."""
 
     # The step
 
@@ -112,21 +151,21 @@ class PrivateOptimizer(DPOptimizer):
                 The step is then not taken.
         """
         why_not = ""
-        if closure is None and len(self.mechanism.blocks) > 1:
+        if closure is None and len(self.blocks) > 1:
             why_not = (
                 "Expected optimizer.step(closure), got no closure: the gradients of each of the "
-                f"{len(self.mechanism.blocks)} blocks are taken after the update of the block "
+                f"{len(self.blocks)} blocks are taken after the update of the block "
                 "before. Put zero_grad(), forward and backward pass into a function."
             )
         self._admit(why_not)
-        with self._ending_the_run_on_error():
-            for block in range(len(self.mechanism.blocks)):
+        with self._ending_the_run_on_error(), torch.no_grad():
+            for block in range(len(self.blocks)):
                 if closure is not None:
                     with torch.enable_grad():
                         closure()
                 if not self._use_gradients(block):
                     return
-                self._move(is_last=block == len(self.mechanism.blocks) - 1)
+                self._move(is_last=block == len(self.blocks) - 1)
             self._complete()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -199,12 +238,9 @@ class PrivateOptimizer(DPOptimizer):
             raise
 
     def _use_gradients(self, block: int) -> bool:
-        params = self.mechanism.blocks[block]
-        piece = Piece(step=self.num_steps + 1, params=params, block=block)
-        self._check(piece)
-        self._piece = piece
+        piece = self._piece = self._checked(block)
         if block or not self._is_last_step_skipped:  # the first piece of a batch
-            for param in params:
+            for param in piece.params:
                 param.summed_grad = None  # type: ignore[attr-defined]
         # What DPOptimizer.pre_step does; a step hook is refused.
         self.clip_and_accumulate()
@@ -215,27 +251,33 @@ class PrivateOptimizer(DPOptimizer):
         self._source.used(piece)
         return not self._is_last_step_skipped
 
-    def _check(self, piece: Piece) -> None:
-        """Raises UnsupportedRunError unless the gradients at hand are those of the run."""
-        run, source = self.run, self._source
-        self._settings.check(piece.step)
-        run.declared.schedule.check_rate(piece.step, self.original_optimizer)
-        piece.rows = source.begin(piece)
-        self._check_groups(piece.step)
-        self._batch.take(piece)
-        figures = {**self._batch.figures(piece), **source.figures(piece)}
-        values = read({**figures, **self.mechanism.figures()})
-        self._batch.judge(piece, values)
+    def _checked(self, block: int) -> Piece:
+        """Returns the gradients at hand.
+
+        Raises:
+            UnsupportedRunError: They are not those of the run.
+        """
+        run, source, batch, step = self.run, self._source, self._batch, self.num_steps + 1
+        self._settings.check(step)
+        run.declared.schedule.check_rate(step, self.original_optimizer)
+        piece = source.begin(step, self.blocks[block], block)
+        self._check_groups(step)
+        batch.take(piece)
+        figures = {**batch.figures(piece), **source.figures(piece, batch)}
+        values = read({**figures, **self.figures()})
+        batch.judge(piece, values)
         source.judge(piece, values)
-        self.mechanism.judge(piece, values)
+        self.judge(piece, values)
         if run.curvature is not None:
             run.curvature.take(source.features)
-        self._largest_norm = max(self._largest_norm, values["gradient"])
+        piece.longest = values["gradient"]
+        self._largest_norm = max(self._largest_norm, piece.longest)
+        return piece
 
     def _check_groups(self, step: int) -> None:
-        managed = super().params
-        own = [param for param in self.mechanism.params if param.requires_grad]
-        if len(managed) != len(own) or {*map(id, managed)} != {*map(id, own)}:
+        managed = {id(p) for g in self.param_groups for p in g["params"] if p.requires_grad}
+        own = {id(p) for p in self.trained if p.requires_grad}
+        if managed != own:
             raise UnsupportedRunError(
                 f"step {step} optimizes {len(managed)} parameters, expected the {len(own)} of the "
                 "start: parameter groups are fixed for a run."
@@ -246,11 +288,11 @@ class PrivateOptimizer(DPOptimizer):
         assert piece is not None
         if is_last:
             totals = self._totals
-            step = self.mechanism.step(self._batch.index, totals.rows, totals.largest_norm)
+            step = self.recorded(self._batch.index, totals.rows, totals.largest_norm)
             self.run.record.add(step)
         self._note_move()
-        self.mechanism.move(piece)
-        self.mechanism.after_move(piece)
+        self.move(piece)
+        self.after_move(piece)
         self._source.iterate.keep()
         self._source.moved(piece)
         self._piece = None
@@ -274,7 +316,7 @@ class PrivateOptimizer(DPOptimizer):
     def clip_and_accumulate(self) -> None:
         """Adds the clipped gradients of the piece to summed_grad."""
         assert self._piece is not None
-        self.mechanism.accumulate(self._piece)
+        self.accumulate(self._piece)
 
     def add_noise(self) -> None:
         """Adds noise as Opacus does, to sums that are complete; of several processes once."""
@@ -282,31 +324,24 @@ class PrivateOptimizer(DPOptimizer):
         piece, group = self._piece, self.group
         if self.run.curvature is not None:
             self.run.curvature.check(piece)
-        self.mechanism.check_pieces(piece)
+        self.check_pieces(piece)
         self._totals = Totals(self._batch.rows, self._largest_norm)
-        if any(map(is_half, self.params)):
-            self._add_noise_and_round()
-        elif group is None or group.draws_noise:
-            super().add_noise()
-        else:
-            for p in self.params:
-                p.grad = p.summed_grad.view_as(p)  # type: ignore[attr-defined]
+        for param in piece.params:
+            total: torch.Tensor = param.summed_grad  # type: ignore[attr-defined]
+            if group is None or group.draws_noise:
+                total = self._noise(total).add_(total)
+            param.grad = total.to(param.dtype).view_as(param)  # sums of half precision are float32
         if group is not None:
             self._totals = group.agree(self._settings_of(piece), *attrs.astuple(self._totals))
-            group.add_up([p.grad for p in self.params] + list(self.mechanism.further_sums()))
-        self.mechanism.after_noise(piece)
+            group.add_up([p.grad for p in piece.params] + list(self.further_sums()))
+        self.after_noise(piece)
 
-    def _add_noise_and_round(self) -> None:
-        """Adds noise as Opacus does, to sums in float32, and rounds to half precision then."""
-        for param in self.params:
-            total: torch.Tensor = param.summed_grad  # type: ignore[attr-defined]
-            noise = _generate_noise(
-                std=self.noise_multiplier * self.max_grad_norm,
-                reference=total,
-                generator=self.generator,
-                secure_mode=self.secure_mode,
-            )
-            param.grad = (total + noise).to(param.dtype).view_as(param)
+    def _noise(self, total: torch.Tensor) -> torch.Tensor:
+        """Draws the noise of one parameter as Opacus does."""
+        std = self.noise_multiplier * self.max_grad_norm
+        if self.secure_mode or not std:
+            return _generate_noise(std, total, self.generator, self.secure_mode)
+        return torch.empty_like(total).normal_(0, std, generator=self.generator)
 
     def _settings_of(self, piece: Piece) -> str:
         """All that has to be the same in all processes that take this step, in words."""
@@ -314,7 +349,7 @@ class PrivateOptimizer(DPOptimizer):
             {k: v for k, v in sorted(group.items()) if k != "params" and not _is_on_device(v)}
             for group in self.param_groups
         ]
-        block = f", block {piece.block}" if len(self.mechanism.blocks) > 1 else ""
+        block = f", block {piece.block}" if len(self.blocks) > 1 else ""
         return (
             f"step {piece.step} on batch {self._batch.index}{block}, noise_multiplier = "
             f"{self.noise_multiplier!r}, max_grad_norm = {self.max_grad_norm!r}, options {groups}, "
@@ -340,7 +375,7 @@ class PrivateOptimizer(DPOptimizer):
         Raises:
             UnsupportedRunError: The mechanism needs whole batches.
         """
-        if do_skip and not self.mechanism.takes_pieces:
+        if do_skip and not self.takes_pieces:
             raise UnsupportedRunError(
                 "Expected whole batches, got a piece of one (BatchMemoryManager, "
                 "signal_skip_step): every block needs the gradients of the whole batch anew."
@@ -349,6 +384,150 @@ class PrivateOptimizer(DPOptimizer):
 
     def _check_skip_next_step(self, pop_next: bool = True) -> bool:
         return self._batch.skips_step if pop_next else self.run.cursor.next_is_skipped
+
+    # Before there is an optimizer: what make_private asks.
+
+    @classmethod
+    def check_arguments(
+        cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
+    ) -> None:
+        """Checks what only this mechanism knows, before anything is changed.
+
+        Args:
+            arguments: Of `make_private`.
+            module: Without Opacus' wrapper.
+            optimizer: Without Opacus' wrapper.
+
+        Raises:
+            TypeError, ValueError: An argument has an impossible value.
+            UnsupportedRunError: The run is not covered.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def event(
+        cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
+    ) -> dp_accounting.DpEvent:
+        """The declared run with this noise and number of steps.
+
+        Raises:
+            TypeError, ValueError: A hyper-parameter has an impossible value.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> Run:
+        """What records the declared run."""
+        raise NotImplementedError
+
+    # What is said about it
+
+    @property
+    def update_rule(self) -> str:
+        """What moves the parameters along the noisy gradients, in a word."""
+        return type(self.original_optimizer).__name__
+
+    @property
+    def why_composition(self) -> str:
+        """Why no bound on hidden iterates is about the update, or ""."""
+        return ""
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step, and what is taken on trust."""
+        yield Assumption.checked(self.checked)
+
+    # What stays the same
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What has to stay the same in a run, by name; plain types."""
+        names = ("loss_reduction", "expected_batch_size", "secure_mode")
+        return {name: getattr(self, name) for name in names}
+
+    def check_update_rule(self, optimizer: Optimizer) -> None:
+        """Raises UnsupportedRunError unless the wrapped optimizer moves as the bound says."""
+        raise NotImplementedError
+
+    # Its part of a step
+
+    @property
+    def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
+        """The parameters that are moved together; the gradients of each are taken anew."""
+        return [self.trained]
+
+    def figures(self) -> Mapping[str, Figure]:
+        """Figures to be read from the device together with those of the gradients."""
+        return {}
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if the values of the figures are wrong."""
+
+    def accumulate(self, piece: Piece) -> None:
+        """Adds the clipped gradients of a piece to `summed_grad`."""
+        raise NotImplementedError
+
+    def check_pieces(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError unless all pieces of the batch were used alike."""
+
+    def further_sums(self) -> Sequence[torch.Tensor]:
+        """What several processes add up beside `summed_grad`."""
+        return ()
+
+    def after_noise(self, piece: Piece) -> None:
+        """The noisy sums are in `.grad`; the division by b follows."""
+
+    def move(self, piece: Piece) -> None:
+        """Moves the parameters along their noisy gradients, and no others."""
+        raise NotImplementedError
+
+    def after_move(self, piece: Piece) -> None:
+        """The wrapped optimizer has moved the parameters of the piece."""
+
+    def recorded(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
+        """Returns what is recorded of a logical step, right before the parameters move.
+
+        Args:
+            batch: Index of the batch.
+            rows: Number of records.
+            largest_norm: Largest norm of their gradients.
+            **values: Further fields of the step, which only some mechanisms know.
+        """
+        # Where the event does not say how many records there are, a batch may be any of them.
+        adds = self.declared.relation is NeighboringRelation.ADD_OR_REMOVE_ONE
+        return Step(
+            noise_multiplier=float(self.noise_multiplier),
+            clip_norm=float(self.max_grad_norm),
+            batch=batch,
+            rows=None if adds else rows,
+            largest_norm=largest_norm,
+            **values,
+        )
+
+    # Where the run goes on
+
+    def why_not_resumable(self) -> str:
+        """What a run that took steps needs of the private state to go on, or ""."""
+        return ""
+
+    def private_state(self) -> dict[str, Any]:
+        """Plain types and tensors that `why_not_resumable` names. Secret."""
+        return {}
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what `private_state` returned.
+
+        Raises:
+            ValueError: The state is of another run, or damaged.
+        """
+
+    def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
+        """The wrapped optimizer is about to load `state_dict`.
+
+        Args:
+            state_dict: What is loaded.
+            is_checkpoint: Whether the engine loads it, with everything else of a run.
+        """
 
     # Between the steps
 
@@ -360,7 +539,6 @@ class PrivateOptimizer(DPOptimizer):
     def forget_pieces(self) -> None:
         """Pieces from before a checkpoint was loaded belong to no batch of the run."""
         self._is_last_step_skipped, self._largest_norm = False, 0.0
-        self.mechanism.forget_pieces()
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Restores the wrapped optimizer: its options, momentum and moments.
@@ -368,13 +546,13 @@ class PrivateOptimizer(DPOptimizer):
         Raises:
             UnsupportedRunError: They may hold gradients without noise.
         """
-        self.mechanism.before_loading(state_dict, is_checkpoint=self.run.is_loading)
+        self.before_loading(state_dict, is_checkpoint=self.run.is_loading)
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedRunError(
             f"{type(self).__name__} cannot be copied or pickled: the steps of a copy would be "
-            f"missing from epsilon{self.mechanism.secret}. Use engine.save_checkpoint, or make "
+            f"missing from epsilon{self.secret}. Use engine.save_checkpoint, or make "
             "another optimizer for another run."
         )
 

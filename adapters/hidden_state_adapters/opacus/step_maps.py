@@ -22,7 +22,7 @@ from torch import nn
 from hidden_state_accountants import Assumption, Regulariser, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.regulariser import ProxOperations, group_axes
-from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
+from hidden_state_adapters.opacus.norms import ROUNDING, joint_norm
 
 _SCALES = (0.01, 1.0, 100.0)
 _CLOSENESS = (0.001, 1.0)

@@ -35,22 +35,21 @@ from hidden_state_accountants import (
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batch_order
 from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus import criteria
-from hidden_state_adapters.opacus.data.reading import (
+from hidden_state_adapters.opacus.frozen import refuse_packed_sequences
+from hidden_state_adapters.opacus.gradients import rows_of
+from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
+from hidden_state_adapters.opacus.norms import ROUNDING, check_clip_margin, joint_norm
+from hidden_state_adapters.opacus.precision import check_precision
+from hidden_state_adapters.opacus.processes import num_processes
+from hidden_state_adapters.opacus.reading import (
     LoaderReading,
     drawn_rate,
     draws_from_shares,
     poisson_rate,
     read_loader,
 )
-from hidden_state_adapters.opacus.gradients.bounds import check_clip_margin
-from hidden_state_adapters.opacus.gradients.noise import OwnGenerator, check_noise_source
-from hidden_state_adapters.opacus.gradients.norms import ROUNDING, joint_norm
-from hidden_state_adapters.opacus.gradients.precision import check_precision
-from hidden_state_adapters.opacus.gradients.samples import rows_of
-from hidden_state_adapters.opacus.run.group import num_processes
-from hidden_state_adapters.opacus.run.registry import AccountedRun, declared_by
-from hidden_state_adapters.opacus.run.settings import UnsupportedUpdateError, update_of
-from hidden_state_adapters.opacus.sources.packed import refuse_packed_sequences
+from hidden_state_adapters.opacus.registry import AccountedRun, declared_by
+from hidden_state_adapters.opacus.settings import UnsupportedUpdateError, update_of
 
 _logger = logging.getLogger("hidden_state_accountants")
 _KINDS = (

@@ -22,7 +22,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus.gradients.samples import NO_GRADIENTS
+from hidden_state_adapters.opacus.gradients import NO_GRADIENTS
 
 
 class _Followed(GradSampleHooks):

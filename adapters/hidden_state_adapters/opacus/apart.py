@@ -1,0 +1,390 @@
+"""Whether model, collate_fn and criterion take every record by itself: one look at one batch."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, default_collate
+
+from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.opacus.gradients import Piece
+from hidden_state_adapters.opacus.loader import plain_collate, tensors_of
+from hidden_state_adapters.opacus.precision import is_half
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call."""
+
+_TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
+_COARSE = 5e-2  # of what was computed in half precision, or may have been in TF32
+_FACTORS = (1000, -1)  # of other records
+_FAR = 1e-3  # of the length of gradients of a criterion
+_ALONE = 4  # records that are looked at one by one, beside both halves
+
+Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+Version = tuple[Callable[[], Call], int, range]
+"""Makes a call with other records; their number; those of the batch that are among them.
+
+These are in their own places, or alone.
+"""
+
+
+def records_are_apart(
+    module: nn.Module,
+    compute: Callable[[Call], Sequence[torch.Tensor]],
+    call: Call,
+    rows: int,
+    dim: int = 0,
+    further: Sequence[Version] = (),
+) -> bool | None:
+    """Whether half of a batch gives the same alone, and beside other records.
+
+    Dropout is switched off for the look, and all else that eval() switches off where that does not
+    make the model repeat itself.
+
+    Args:
+        module: The model.
+        compute: What it computes, tensors with an entry for every record; it may draw random
+            numbers and write buffers, which are then as before.
+        call: What the model was called with.
+        rows: Records of the batch, at least two.
+        dim: The dimension that counts them.
+        further: Versions of the call that should give the same, too.
+
+    Returns:
+        None where nobody can tell: the model raises on other batches, draws random numbers, or
+        computes nothing that has an entry for every record.
+    """
+    parts = list(module.modules())
+    dropouts = [part for part in parts if isinstance(part, _DropoutNd)]
+    versions = [*_versions(call, rows, dim), *further]
+    looks = (_Look(module, compute, dim, off).at(call, rows, versions) for off in (dropouts, parts))
+    return next((found for found in looks if found is not None), None)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def outputs_of(
+    module: nn.Module,
+    compute: Callable[[Call], Sequence[torch.Tensor]],
+    call: Call,
+    rows: int,
+    dim: int = 0,
+) -> list[torch.Tensor]:
+    """What a model computes for the records; see `records_are_apart`."""
+    return _Look(module, compute, dim, ()).computed(call, rows)
+
+
+class _Look:
+    """Computes what a model makes of a batch, and leaves it as it was.
+
+    Args:
+        module: The model.
+        compute: See `records_are_apart`.
+        dim: The dimension that counts the records.
+        off: The parts that are in eval() mode for the look.
+    """
+
+    _after: torch.Tensor  # the state of torch's generator when it was done
+
+    def __init__(self, module: nn.Module, compute: Any, dim: int, off: Sequence[nn.Module]):
+        self._module, self._compute, self._dim, self._off = module, compute, dim, off
+        params = list(module.parameters())
+        coarse = (torch.float16, torch.bfloat16)
+        self._is_coarse = any(x.dtype in coarse or x.is_cuda for x in params)
+
+    def at(self, call: Call, rows: int, versions: Sequence[Version]) -> bool | None:
+        """See `records_are_apart`."""
+        try:
+            whole = self.computed(call, rows)
+        except Exception:  # whatever a model may raise that is called again
+            return None
+        has_seen_all, after = bool(whole), self._after
+        for make, size, kept in versions:
+            expected = [x.narrow(self._dim, kept.start, len(kept)) for x in whole]
+            try:
+                start = kept.start if size == rows else 0
+                found = self.computed(make(), size)
+                found = [x.narrow(self._dim, start, len(kept)) for x in found]
+                if [x.shape for x in found] != [x.shape for x in expected]:
+                    has_seen_all = False  # a container that is not looked into, other lengths
+                    continue
+                if self._are_near(found, expected):
+                    continue
+                # Those of the first half were drawn before the numbers of the others.
+                draws_alike = size == rows and not kept.start and torch.equal(after, self._after)
+                is_mixed = self._repeats(call, rows, whole, draws_alike=draws_alike)
+            except Exception:  # whatever a model may raise on records that are not in the data
+                has_seen_all = False
+                continue
+            if is_mixed:
+                return False
+            has_seen_all = False
+        return True if has_seen_all else None
+
+    def _repeats(
+        self, call: Call, rows: int, whole: Sequence[torch.Tensor], *, draws_alike: bool
+    ) -> bool:
+        """Whether the model computes the same again: with other random numbers, or with these."""
+        with random_numbers_as_before(tree_leaves(call)):
+            for _ in range(2):
+                again = self.computed(call, rows, is_random=True)
+        return self._are_near(again, whole) or (
+            draws_alike and self._are_near(self.computed(call, rows), whole)
+        )
+
+    def computed(self, call: Call, rows: int, *, is_random: bool = False) -> list[torch.Tensor]:
+        """What has an entry for every record."""
+        buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
+        modes = [(part, part.training) for part in self._off]
+        repeats = random_numbers_as_before(tree_leaves(call))
+        try:
+            for part, _ in modes:
+                part.training = False
+            with torch.no_grad(), contextlib.nullcontext() if is_random else repeats:
+                found = self._compute(tree_map(_copy, call))  # a model may write to its input
+                self._after = torch.get_rng_state()
+        finally:
+            for part, mode in modes:
+                part.training = mode
+            with torch.no_grad():
+                for buffer, value in buffers:
+                    buffer.copy_(value)
+        return [x for x in found if x.dim() > self._dim and x.shape[self._dim] == rows]
+
+    def _are_near(self, found: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> bool:
+        """Whether two results are equal, up to rounding."""
+        return all(map(self._is_near, found, own))
+
+    def _is_near(self, found: torch.Tensor, own: torch.Tensor) -> bool:
+        limit = _COARSE if self._is_coarse else _TOLERANCE.get(own.dtype, _COARSE)
+        off = torch.linalg.vector_norm(found - own)
+        return bool(off <= limit * torch.linalg.vector_norm(own))
+
+
+def _versions(call: Call, rows: int, dim: int) -> Iterator[Version]:
+    """Each half of the records alone, and beside others in the places of the rest."""
+    for kept in halves(rows):
+        yield functools.partial(_changed, call, rows, dim, kept, None), len(kept), kept
+        for factor in _FACTORS:
+            yield functools.partial(_changed, call, rows, dim, kept, factor), rows, kept
+
+
+def halves(rows: int) -> tuple[range, range]:
+    """The records of each half of a batch."""
+    return range(rows // 2), range(rows // 2, rows)
+
+
+def _changed(call: Call, rows: int, dim: int, kept: range, factor: int | None) -> Call:
+    """The records that are kept, alone or beside others."""
+    first = next((x for x in tree_leaves(call) if isinstance(x, torch.Tensor)), None)
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dim() <= dim or value.shape[dim] != rows:
+            return value
+        if value.shape == (rows, rows) and value is not first:
+            return value  # a mask of positions, of a sequence as long as the batch
+        parts = [value.detach().narrow(dim, half.start, len(half)) for half in halves(rows)]
+        own = 0 if kept.start == 0 else 1
+        if factor is None:
+            return parts[own]
+        parts[1 - own] = _other(parts[1 - own], dim, factor)
+        return torch.cat(parts, dim=dim)
+
+    changed: Call = tree_map(one, call)
+    return changed
+
+
+def _other(part: torch.Tensor, dim: int, factor: int) -> torch.Tensor:
+    """Records scaled, or in another order where they are integers.
+
+    Those may be indices, in floating point, too: a model may know no others.
+    """
+    flipped = part.flip(dim)
+    if not part.is_floating_point():
+        return flipped
+    is_whole = (part == part.round()).all(dim=dim, keepdim=True)
+    return torch.where(is_whole, flipped, factor * part)
+
+
+@contextlib.contextmanager
+def random_numbers_as_before(values: Iterable[Any] = ()) -> Iterator[None]:
+    """Afterwards torch, numpy and Python draw what they would have drawn anyway.
+
+    Args:
+        values: Tensors among these say which GPUs may draw some.
+    """
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    devices = {x.device.index for x in tensors if x.device.type == "cuda"}
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+class Collated:
+    """Hands parts of a batch to the loader's collate_fn, each by itself.
+
+    Attributes:
+        is_custom: Whether the collate_fn is not torch's, which takes every record by itself.
+
+    Args:
+        plan: The batches.
+        loader: As it was passed.
+    """
+
+    def __init__(self, plan: BatchPlan, loader: DataLoader):
+        self._plan, self._dataset, self._collate = plan, loader.dataset, plain_collate(loader)
+        self.is_custom = self._collate is not default_collate
+
+    def versions(self, call: Call, piece: Piece) -> Sequence[Version]:
+        """Calls with each half of its records, and with the shortest one of them twice.
+
+        Both halves may hold a record of the largest length, and be padded alike. None are made
+        where the loop made tensors of its own.
+
+        Args:
+            call: What the model was called with.
+            piece: The records of the call, the first ones of their batch.
+        """
+        if not self.is_custom:
+            return []
+        try:
+            with random_numbers_as_before():
+                indices = self._plan.own_batch(piece.step - 1)[: piece.rows]
+                records = [self._dataset[i] for i in indices]
+                sizes = [sum(x.numel() for x in self._tensors([one, one])) for one in records]
+                shortest = sizes.index(min(sizes))
+                chosen = [*halves(piece.rows), [shortest, shortest]]
+                whole, *parts = (
+                    self._tensors([records[i] for i in some])
+                    for some in (range(piece.rows), *chosen)
+                )
+                _replaced(call, whole, whole)
+        except Exception:  # whatever data set or collate_fn may raise, or other tensors
+            return []
+        kept = [*halves(piece.rows), range(shortest, shortest + 1)]
+        return [
+            (functools.partial(_replaced, call, whole, part), len(some), own)
+            for part, some, own in zip(parts, chosen, kept, strict=True)
+        ]
+
+    def tensors(self, piece: Piece) -> list[torch.Tensor]:
+        """What the loader deals of a piece.
+
+        Args:
+            piece: The first records of their batch.
+        """
+        with random_numbers_as_before():
+            indices = self._plan.own_batch(piece.step - 1)[: piece.rows]
+            return self._tensors([self._dataset[i] for i in indices])
+
+    def _tensors(self, records: Sequence[Any]) -> list[torch.Tensor]:
+        return list(tensors_of(self._collate(records)))
+
+
+def _replaced(call: Call, whole: Sequence[torch.Tensor], half: Sequence[torch.Tensor]) -> Call:
+    """A call with tensors of half of a batch in the places of those of the whole one.
+
+    Raises:
+        ValueError: A tensor is none of the batch.
+    """
+
+    def one(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        for own, other in zip(whole, half, strict=True):
+            if own.shape == value.shape and torch.equal(own.to(value), value):
+                return other.to(value)
+        raise ValueError("The loop made a tensor of its own.")
+
+    replaced: Call = tree_map(one, call)
+    return replaced
+
+
+def losses_are_apart(
+    criterion: Any, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], divides: bool
+) -> bool | None:
+    """Whether the gradient of every record is the same in a part of the batch.
+
+    Args:
+        criterion: A function of outputs and targets.
+        outputs: What the model computed; the first dimension counts the records.
+        tensors: What the loader dealt; the last one that the criterion takes is the targets.
+        divides: Whether the loss of a batch is the mean of those of its records, not the sum.
+
+    Returns:
+        None where it takes none of them.
+    """
+    if isinstance(criterion, nn.Module):
+        criterion = copy.deepcopy(criterion).cpu()  # where no label is fatal
+    for output, target in itertools.product(outputs, reversed(tensors)):
+        own = output.float() if is_half(output) else output
+        found = []
+        for form in (_as_it_is, _as_outputs, _as_positions):
+            try:
+                found.append(_are_apart(form(criterion), own.cpu(), target.cpu(), divides))
+            except Exception:  # whatever a criterion may raise that is given something else
+                continue
+        if found:
+            return any(found)  # in another form targets may be broadcast
+    return None
+
+
+def _as_it_is(criterion: Loss) -> Loss:
+    return criterion
+
+
+def _as_outputs(criterion: Loss) -> Loss:
+    """Of targets in the shape and type of the outputs."""
+    return lambda output, target: criterion(output, target.reshape(output.shape).to(output))
+
+
+def _as_positions(criterion: Loss) -> Loss:
+    """Of classes at every position of every record, as a loop flattens them."""
+    return lambda output, target: criterion(output.flatten(0, -2), target.flatten())
+
+
+def _are_apart(loss: Loss, output: torch.Tensor, target: torch.Tensor, divides: bool) -> bool:
+    whole = _gradient(loss, output, target, divides)
+    if not torch.equal(whole, _gradient(loss, output, target, divides)):
+        raise ValueError("The criterion draws random numbers.")
+    for part in _parts(len(output)):
+        rows = slice(part.start, part.stop)
+        off = _gradient(loss, output[rows], target[rows], divides) - whole[rows]
+        limit = _FAR * torch.linalg.vector_norm(whole[rows])
+        if not torch.linalg.vector_norm(off) <= limit:
+            return False
+    return True
+
+
+def _parts(rows: int) -> Iterator[range]:
+    yield from (range(rows // 2), range(rows // 2, rows))
+    yield from (range(row, row + 1) for row in range(min(rows, _ALONE)))
+
+
+def _gradient(
+    loss: Loss, output: torch.Tensor, target: torch.Tensor, divides: bool
+) -> torch.Tensor:
+    """Of the losses of the records, in their outputs."""
+    output = output.detach().clone().requires_grad_()
+    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        value = loss(output, target)
+        (gradient,) = torch.autograd.grad(value.sum(), output)
+    return gradient * len(output) if divides and value.dim() == 0 else gradient

@@ -1,0 +1,306 @@
+"""DP-MBCD: every block in turn, clipped, with noise, and through its prox."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import attrs
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from hidden_state_accountants import (
+    BatchOrder,
+    BlockCoordinateDpEvent,
+    Regulariser,
+    UnsupportedRunError,
+    validate,
+)
+from hidden_state_accountants.runs.run import BlockCoordinateRun, Step
+from hidden_state_adapters.opacus.clipped_sum import move_by_sgd
+from hidden_state_adapters.opacus.criteria import check_convexity
+from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.gradients import Piece
+from hidden_state_adapters.opacus.norms import check_clip_norms, clip_factors
+from hidden_state_adapters.opacus.optimizer import MechanismOptions, PrivateOptimizer
+from hidden_state_adapters.opacus.options import RunArguments
+from hidden_state_adapters.opacus.settings import sgd_options
+from hidden_state_adapters.opacus.step_maps import RegulariserProx
+
+_ORDERS = (BatchOrder.CYCLIC, BatchOrder.FULL)
+
+
+@attrs.frozen
+class BlockCoordinate(MechanismOptions):
+    """DP-MBCD as `mechanism` of make_private; see `BlockCoordinateOptimizer`.
+
+    Args:
+        l1: Weight of the lasso, >= 0.
+        l2: Weight of the squared norm, >= 0, which makes the prox contract.
+        nonnegative: Whether the parameters are kept >= 0.
+    """
+
+    l1: float = 0.0
+    l2: float = 0.0
+    nonnegative: bool = False
+
+    def optimizer_class(self, optimizer: Optimizer) -> type[PrivateOptimizer]:
+        """See `MechanismOptions.optimizer_class`."""
+        return BlockCoordinateOptimizer
+
+
+class BlockCoordinateOptimizer(PrivateOptimizer):
+    r"""DP-MBCD: the parameter groups are blocks, updated in turn on the same batch.
+
+    Every step makes for each block, with the gradients taken anew at the current parameters,
+
+    .. math::
+        \theta \leftarrow \mathrm{Prox}_{\eta, r}\Big(\theta - \frac{\eta}{b}\Big(
+            \sum_{i \in B} \mathrm{clip}_C(\nabla_\theta f_i)
+            + \mathcal{N}(0, (\text{noise_multiplier} \cdot C)^2 I)\Big)\Big), \qquad
+        r = l_1 |\theta|_1 + \tfrac{l_2}{2} |\theta|^2
+
+    with the gradient of one record for one block clipped as one vector, by exactly min(1, C/|v|),
+    and r restricted to :math:`\theta \ge 0` if `nonnegative`. As with L-BFGS the gradients come
+    from a closure; it is called once per block::
+
+        engine = HiddenStatePrivacyEngine()
+        groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
+        model, optimizer, loader = engine.make_private(
+            module=model, optimizer=torch.optim.SGD(groups, lr=0.1),
+            data_loader=DataLoader(data, batch_size=100), noise_multiplier=2.0,
+            max_grad_norm=1.0, mechanism=BlockCoordinate(l1=0.001))
+        for features, targets in loader:
+            def closure():
+                optimizer.zero_grad()
+                criterion(model(features), targets).backward()
+            optimizer.step(closure)
+        print(engine.report(1e-5))
+
+    One block needs no closure: backward() and step() as always. The gradients are those of Opacus;
+    of a linear head with a known loss they are computed from its formula.
+
+    Formal guarantees:
+      - Those of the `BlockCoordinateDpEvent` of the run (`engine.privacy_event`) under
+        `hidden_state_accountants.BlockCoordinateAccountant`: the blocks after the last step are
+        released, nothing else (the engine takes a release before that into account). One block with
+        a known loss or a contracting prox may profit from hidden states; several blocks cost the
+        composition of all their updates (docs/papers/block_coordinate.md).
+      - Checked at every update: constant step size, clip norm and regulariser; the blocks are all
+        that is trained, in float32 or float64; finite gradients of b records, at the current
+        parameters, on the batch that the loader drew. A step that is refused ends the run without
+        an epsilon. Whenever epsilon is asked for: frozen parameters and buffers are as they were.
+      - Declared: the loss is that of the batch's targets, and the numbers of steps and the noise do
+        not depend on the records. Not covered: rounding of floating-point numbers.
+
+    Args:
+        optimizer: A plain torch.optim.SGD with equal options in all groups: no momentum, no decay.
+            Its learning rate is eta, constant (with loss_reduction="sum" eta = lr * b).
+        noise_multiplier: Standard deviation of the noise on the sum of a block's clipped gradients
+            over max_grad_norm. It may be set to another value between steps.
+        max_grad_norm: C > 0, for each block.
+        expected_batch_size: b, the divisor and the number of rows of every batch.
+        loss_reduction: "mean" or "sum", that of the loss.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+        UnsupportedRunError: The optimizer, the module or the surroundings are not covered. From
+            `step`: the run is not; the text says why.
+
+    Source: Chen & Liu 2025 (arXiv 2407.08233), Algorithm 1, with a constant step size and the
+        gradients clipped (not the step size, which would depend on the records).
+    """
+
+    base_types = (SGD,)
+    options = BlockCoordinate
+    refused = {  # noqa: RUF012
+        "after": "DP-MBCD has l1, l2 and nonnegative for it",
+        "schedule": "the bound on DP-MBCD is about a constant step size",
+    }
+    constant = "the bound on DP-MBCD is about constant values. (noise_multiplier may change.)"
+    checked = (
+        "plain SGD with constant step size, clip norm and prox; the clip exactly min(1, C/|v|) v "
+        "of each block; finite gradients of b records, at the current parameters, on the same "
+        "inputs for all blocks of a step; nothing else is trained"
+    )
+    takes_pieces = False
+
+    def _start(self) -> None:
+        self._blocks = _blocks_of(self.original_optimizer)
+        options: BlockCoordinate = self.declared.arguments.mechanism
+        low = 0.0 if options.nonnegative else -math.inf
+        self._regulariser = Regulariser(l1=options.l1, l2=options.l2, low=low)
+        self._noise_multiplier = 0.0  # of the current step
+
+    # Before there is an optimizer
+
+    @classmethod
+    def check_arguments(
+        cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
+    ) -> None:
+        """Checks everything that the optimizer checks, before anything is changed."""
+        _learning_rate(optimizer)
+        check_convexity(arguments.loss_geometry, module, _blocks_of(optimizer))
+        clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
+        check_clip_norms(
+            [p for p in module.parameters() if p.requires_grad], max_grad_norm=clip_norm
+        )
+        options = arguments.mechanism
+        validate.magnitude("l1", options.l1)
+        validate.magnitude("l2", options.l2)
+        if not isinstance(options.nonnegative, bool):
+            raise TypeError(
+                f"Expected nonnegative to be True or False, got {options.nonnegative!r}."
+            )
+
+    @classmethod
+    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> BlockCoordinateRun:
+        """What records the declared run.
+
+        Raises:
+            UnsupportedRunError: The batches are not fixed, or no whole epochs are declared.
+        """
+        _check_batches(declared)
+        return BlockCoordinateRun(**_settings(declared))
+
+    @classmethod
+    def event(
+        cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
+    ) -> BlockCoordinateDpEvent:
+        """The declared run, with the number of steps rounded up to whole epochs."""
+        _check_batches(declared)
+        batches = declared.plan.num_batches
+        settings = _settings(declared)
+        run = BlockCoordinateRun(**settings)
+        step = Step(
+            noise_multiplier=noise_multiplier,
+            clip_norm=settings["clip_norm"],
+            learning_rate=settings["step_size"],
+            rows=settings["batch_size"],
+        )
+        run.add_counted(step, -(-num_steps // batches) * batches)
+        event: BlockCoordinateDpEvent = run.event()
+        return event
+
+    # What stays the same
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything but the noise."""
+        own = {"max_grad_norm": self.max_grad_norm, "lr": _learning_rate(self.original_optimizer)}
+        return {**own, **super().settings}
+
+    def check_update_rule(self, optimizer: Optimizer) -> None:
+        """Raises UnsupportedRunError unless it is plain SGD without decay."""
+        _learning_rate(optimizer)
+
+    # Its part of a step
+
+    @property
+    def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
+        """The trainable parameters of every parameter group."""
+        return self._blocks
+
+    def accumulate(self, piece: Piece) -> None:
+        """Takes the sum of the block's clipped gradients; all other gradients are forgotten."""
+        for p in self.trained:
+            p.summed_grad = None  # type: ignore[attr-defined]
+        factors = clip_factors(piece.norms, float(self.max_grad_norm))
+        piece.add_sums(factors)
+        for p in self.trained:
+            p.grad = None  # the wrapped optimizer moves what has a gradient
+
+    def check_pieces(self, piece: Piece) -> None:
+        """Raises UnsupportedRunError if the blocks of a step get different noise."""
+        noise = float(self.noise_multiplier)
+        if piece.block and noise != self._noise_multiplier:
+            raise UnsupportedRunError(
+                f"step {piece.step} uses noise_multiplier = {noise:g}, expected "
+                f"{self._noise_multiplier:g} as in its first block: one is recorded for the whole "
+                "step. Change noise_multiplier between steps, not in the closure."
+            )
+        self._noise_multiplier = noise
+
+    def recorded(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
+        """Returns the record of a step, with its step size."""
+        rate = self.step_size
+        return super().recorded(batch, rows, largest_norm, **values, learning_rate=rate)
+
+    def move(self, piece: Piece) -> None:
+        """The step of plain SGD, of the parameters of the block."""
+        move_by_sgd(self.original_optimizer, piece.params)
+
+    def after_move(self, piece: Piece) -> None:
+        """Applies the prox; the next block needs gradients at the new values."""
+        RegulariserProx(self._regulariser).apply(piece.params, self.step_size)
+        for p in self.trained:
+            p.grad = p.grad_sample = p.summed_grad = None  # type: ignore[attr-defined]
+
+    @property
+    def step_size(self) -> float:
+        """The step size eta of the mean gradient."""
+        return _learning_rate(self.original_optimizer) * self.declared.scale
+
+    @property
+    def num_blocks(self) -> int:
+        """The number of blocks, p."""
+        return len(self.blocks)
+
+
+def _settings(declared: DeclaredRun) -> dict[str, Any]:
+    """The arguments of `BlockCoordinateRun`."""
+    arguments = declared.arguments
+    return {
+        "step_size": _learning_rate(declared.optimizer) * declared.scale,
+        "clip_norm": validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True),
+        "batch_size": declared.plan.batch_size,
+        "num_blocks": len(_blocks_of(declared.optimizer)),
+        "prox_strong_convexity": float(arguments.mechanism.l2),
+        "dataset_size": len(declared.plan.records),
+        "block_loss": declared.loss,
+    }
+
+
+def _check_batches(declared: DeclaredRun) -> None:
+    order, batches = declared.plan.order, declared.plan.num_batches
+    if order not in _ORDERS:
+        raise UnsupportedRunError(
+            f'Expected batch_order = "cyclic" or "full" with BlockCoordinateOptimizer, got '
+            f'"{order.value}": the bound on DP-MBCD is about the same batches in the same order in '
+            "every epoch."
+        )
+    total = declared.schedule.num_steps
+    if total is not None and total % batches:
+        raise UnsupportedRunError(
+            f"Expected num_steps in whole epochs of {batches} steps, got {total}: the bound on "
+            "DP-MBCD is about whole epochs, and the run would end without an epsilon. Declare "
+            f"{-(-total // batches) * batches}."
+        )
+
+
+def _blocks_of(optimizer: Optimizer) -> list[list[nn.Parameter]]:
+    """The trainable parameters of every parameter group.
+
+    Raises:
+        UnsupportedRunError: A group has none.
+    """
+    blocks = [[p for p in g["params"] if p.requires_grad] for g in optimizer.param_groups]
+    for index, block in enumerate(blocks):
+        if not block:
+            raise UnsupportedRunError(
+                f"Expected trainable parameters in every group, got none in group {index}: a group "
+                "is a block. Leave the group out."
+            )
+    return blocks
+
+
+def _learning_rate(optimizer: Optimizer) -> float:
+    """The learning rate of a plain SGD optimizer without decay."""
+    options = sgd_options(optimizer)
+    if options["weight_decay"]:
+        raise UnsupportedRunError(
+            f"Expected weight_decay = 0, got {options['weight_decay']!r}: the event of DP-MBCD has "
+            "no decay before the noise. Use l2, whose prox divides by 1 + step size * l2."
+        )
+    return float(options["lr"])

@@ -1,0 +1,319 @@
+"""What `make_private` was told about a run and what follows, before anything is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from dp_accounting import NeighboringRelation
+from opacus.grad_sample import AbstractGradSampleModule
+from opacus.optimizers import DPOptimizer
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from hidden_state_accountants import (
+    LossGeometry,
+    UnsupportedRunError,
+    validate,
+)
+from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
+from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.opacus import criteria
+from hidden_state_adapters.opacus.criteria import KnownCriterion
+from hidden_state_adapters.opacus.curvature import uses_curvature
+from hidden_state_adapters.opacus.frozen import FrozenPart
+from hidden_state_adapters.opacus.iterate import check_parameters
+from hidden_state_adapters.opacus.noise import check_noise_source
+from hidden_state_adapters.opacus.options import RunArguments
+from hidden_state_adapters.opacus.order import plan_batches
+from hidden_state_adapters.opacus.precision import is_half
+from hidden_state_adapters.opacus.processes import WRAPPERS, ProcessGroup, trains_together
+from hidden_state_adapters.opacus.schedule import DeclaredSchedule
+from hidden_state_adapters.opacus.step_maps import StepMap
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class DeclaredRun:
+    """The arguments of one `make_private`, checked, and what was derived from them.
+
+    Attributes:
+        arguments: What was passed.
+        inner: The module without Opacus' wrapper.
+        optimizer: The optimizer without Opacus' wrapper.
+        plan: The batches.
+        loss: The geometry of the loss, or None.
+        head: The linear layer whose gradients follow from what goes in and comes out, or None.
+        frozen: What is kept in eval() mode.
+        maps: What follows every step, by name: "prox", then "projection".
+        schedule: What was declared about learning rates and the number of steps.
+        relation: Of the guarantee.
+        group: The processes that train it together; None for one.
+    """
+
+    arguments: RunArguments
+    inner: nn.Module
+    optimizer: Optimizer
+    plan: BatchPlan
+    loss: LossGeometry | None
+    head: nn.Linear | None
+    frozen: FrozenPart
+    maps: Mapping[str, StepMap]
+    schedule: DeclaredSchedule
+    relation: NeighboringRelation
+    group: ProcessGroup | None = None
+
+    @property
+    def mechanism(self) -> Any:
+        """Class of the `PrivateOptimizer` that runs."""
+        return self.arguments.optimizer_class
+
+    @property
+    def lipschitz(self) -> float | None:
+        """The declared bound on per-example gradient norms."""
+        return None if self.loss is None else self.loss.lipschitz
+
+    @property
+    def batches(self) -> dict[str, Any]:
+        """The fields of an event that are about the batches.
+
+        Where adding or removing a record changes their number, it is not among them: its place has
+        what the declared constants say.
+        """
+        plan, size = self.plan, len(self.plan.records)
+        if self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            assert plan.sampling_rate is not None
+            size = max(plan.batch_size, round(plan.batch_size / plan.sampling_rate))
+        return {
+            "batch_order": plan.order,
+            "batch_size": plan.batch_size,
+            "dataset_size": size,
+            "sampling_rate": plan.sampling_rate,
+        }
+
+    @property
+    def known_criterion(self) -> KnownCriterion | None:
+        """The criterion that the constants of the loss were taken from."""
+        if self.arguments.loss_geometry != "auto":
+            return None
+        assert self.head is not None
+        return KnownCriterion.of(self.arguments.criterion, self.head.out_features)
+
+    def fields(self, noise_multiplier: float) -> dict[str, Any]:
+        """What has to be the same where a run goes on, beside what its recorder compares.
+
+        In plain types, for a checkpoint.
+
+        Args:
+            noise_multiplier: As declared.
+        """
+        arguments, known = self.arguments, self.known_criterion
+        norms = arguments.max_grad_norm
+        return {
+            "neighboring_relation": self.relation.name,
+            "noise_multiplier": float(noise_multiplier),
+            "max_grad_norm": list(map(float, norms))
+            if isinstance(norms, list | tuple)
+            else arguments.clip_norm,
+            "loss_reduction": arguments.loss_reduction,
+            "optimizer_class": arguments.optimizer_class.__name__,
+            "mechanism": arguments.mechanism and attrs.asdict(arguments.mechanism),
+            "update_rule": type(self.optimizer).__name__,
+            "feature_norm": None
+            if arguments.feature_norm is None
+            else float(arguments.feature_norm),
+            **{name: None for name in ("prox", "projection")},
+            **{name: repr(part) for name, part in self.maps.items()},
+            "criterion": None if known is None else known.fields,
+            **self.schedule.fields(),
+            "has_seed": self.plan.is_seeded,
+            "order_of_the_records": self.plan.fingerprint(),
+            "trainable_parameters": {
+                name: [list(p.shape), str(p.dtype)]
+                for name, p in self.inner.named_parameters()
+                if p.requires_grad
+            },
+        }
+
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that are trained."""
+        return [p for p in self.inner.parameters() if p.requires_grad]
+
+    @property
+    def scale(self) -> int:
+        """The factor of a learning rate: events divide by b, a "sum" optimizer does not."""
+        return 1 if self.arguments.loss_reduction == "mean" else self.plan.batch_size
+
+    @classmethod
+    def of(
+        cls,
+        arguments: RunArguments,
+        relation: NeighboringRelation,
+        group: ProcessGroup | None = None,
+    ) -> DeclaredRun:
+        """Checks arguments and derives what follows; nothing is changed.
+
+        Args:
+            arguments: Of `make_private`, with the optimizer of the run.
+            relation: Of the guarantee.
+            group: The processes that train it together; None for one.
+
+        Raises:
+            TypeError, ValueError: An argument has an impossible value.
+            UnsupportedRunError: The run could not be checked or accounted.
+        """
+        arguments.check()
+        _check_relation(arguments, relation)
+        inner, optimizer = unwrapped(arguments)
+        loss, head = resolve_loss(inner, arguments)
+        arguments = arguments.with_clip_norm(loss)
+        arguments.optimizer_class.check_arguments(arguments, inner, optimizer)
+        is_composed = arguments.optimizer_class.is_composed
+        check_parameters(inner, optimizer, allows_half=is_composed and group is None)
+        trained = [p for p in inner.parameters() if p.requires_grad]
+        check_noise_source(trained, arguments.opacus.get("noise_generator"))
+        maps = arguments.after or {}
+        frozen = FrozenPart(
+            inner,
+            head if arguments.loss_geometry == "auto" else None,
+            is_composed=is_composed,
+        )
+        frozen.check_batch_norm(tuple(inner.named_modules()))
+        plan = plan_batches(
+            arguments.data_loader,
+            arguments.batch_order,
+            secret=None if group is None else group.secret,
+        )
+        if group is not None:
+            if uses_curvature(loss, plan.order):
+                raise UnsupportedRunError(
+                    f"Expected a loss_geometry without curvature for {group.size} processes, got "
+                    f"{loss}: how curved a batch is shows in no part of it. Leave the curvature "
+                    "out, or train in one process."
+                )
+            if plan.batch_size < group.size and plan.order not in OF_RANDOM_SIZE:
+                raise UnsupportedRunError(
+                    f"Expected a batch_size >= {group.size}, the number of processes, got "
+                    f"{plan.batch_size}: the batch_size of the DataLoader is that of a step, all "
+                    "processes together. Raise it, or train in fewer processes."
+                )
+            plan.share = group.share
+        run = cls(
+            arguments=arguments,
+            inner=inner,
+            optimizer=optimizer,
+            plan=plan,
+            loss=loss,
+            head=head,
+            frozen=frozen,
+            maps=maps,
+            schedule=DeclaredSchedule.of(arguments.schedule, arguments.num_steps),
+            relation=relation,
+            group=group,
+        )
+        for part in maps.values():
+            part.start(trained, float(optimizer.param_groups[0]["lr"]) * run.scale)
+        return run
+
+
+def _check_relation(arguments: RunArguments, relation: NeighboringRelation) -> None:
+    """Raises UnsupportedRunError where adding or removing a record changes more than its gradient.
+
+    What a step divides by, how its batch is drawn and how many steps a pass has must not be
+    computed from the number of records then, and neither may epsilon, nor noise that is found for
+    it.
+    """
+    if relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
+        return
+    batches, remedy = arguments.batch_order, "Use REPLACE_SPECIAL (a record against one with zero"
+    remedy += " gradient), whose figures are the same"
+    got = "got ADD_OR_REMOVE_ONE"
+    if batches.order not in OF_RANDOM_SIZE:
+        raise UnsupportedRunError(
+            f"Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, {got}: the divisor "
+            f"would be the number of records, which is what adding or removing changes. {remedy}."
+        )
+    if batches.sampling_rate is None:
+        raise UnsupportedRunError(
+            f"Expected a constant rate and divisor, {got} with those of the DataLoader: they are "
+            "computed from the number of records, which is what adding or removing changes. Pass "
+            f'batch_order=Batches("{batches.order.value}", sampling_rate=q, batch_size=b) with '
+            f"constants that do not depend on the records. {remedy} where that number is public."
+        )
+    if batches.max_batch_size is not None or (
+        arguments.loss_geometry is not None and arguments.mechanism is None
+    ):
+        name = "loss_geometry (or criterion and feature_norm)"
+        name = name if batches.max_batch_size is None else "max_batch_size"
+        raise UnsupportedRunError(
+            f"Expected {name} = None, {got}: how large batches become, which epsilon would "
+            "then depend on, follows from the number of records, which is what adding or removing "
+            f"changes. Leave it out. {remedy} where that number is public."
+        )
+
+
+def unwrapped(arguments: RunArguments) -> tuple[nn.Module, Optimizer]:
+    """Module and optimizer without the wrappers of Opacus and of torch.distributed."""
+    module, optimizer = _without_gradients(arguments.module), arguments.optimizer
+    if isinstance(optimizer, DPOptimizer):
+        optimizer = optimizer.original_optimizer
+    return (module.module if isinstance(module, WRAPPERS) else module), optimizer
+
+
+def is_shared(arguments: RunArguments) -> bool:
+    """Whether several processes train the run together.
+
+    Raises:
+        TypeError, UnsupportedRunError: As `group.trains_together`.
+    """
+    module = _without_gradients(arguments.module)
+    if isinstance(module, DistributedDataParallel):
+        if arguments.is_ghost and criteria.find_linear_head(module.module) is None:
+            raise UnsupportedRunError(
+                'Expected grad_sample_mode = "hooks" with DistributedDataParallel, got "ghost": '
+                "DistributedDataParallel would add up the gradients of both backward passes. Use "
+                "Opacus' DPDDP."
+            )
+    return trains_together(module, arguments.distributed)
+
+
+def _without_gradients(module: nn.Module) -> Any:
+    return module._module if isinstance(module, AbstractGradSampleModule) else module
+
+
+def resolve_loss(
+    module: nn.Module, arguments: RunArguments
+) -> tuple[LossGeometry | None, nn.Linear | None]:
+    """The loss geometry of the run and the linear layer whose inputs are to be measured."""
+    loss_geometry, criterion = arguments.loss_geometry, arguments.criterion
+    feature_norm, reduction = arguments.feature_norm, arguments.loss_reduction
+    head = criteria.find_linear_head(module)
+    if loss_geometry == "auto":
+        return criteria.auto_loss_geometry(module, criterion, feature_norm, reduction), head
+    if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
+        raise TypeError(
+            f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {loss_geometry!r}.'
+        )
+    if getattr(criterion, "reduction", None) != "none" or arguments.is_ghost:
+        criteria.check_reduction(criterion, reduction)
+    criteria.refuse_weights_of_the_batch(criterion)
+    if feature_norm is None:
+        curvature = None if loss_geometry is None else loss_geometry.curvature
+        if curvature is not None and head is not None:
+            raise UnsupportedRunError(
+                f"Expected feature_norm= beside a loss_geometry with curvature = {curvature:g}, "
+                "got none: how curved a batch is depends on its features, which are looked at in "
+                "every step. Pass the bound on their norm, as for release_curvature."
+            )
+        is_sampled = head is None or arguments.asks_for_samples or is_half(head.weight)
+        return loss_geometry, None if is_sampled else head
+    validate.real("feature_norm", feature_norm, above=0, allow_inf=True)
+    if loss_geometry is None or head is None:
+        raise UnsupportedRunError(
+            f"Expected feature_norm = None here, got {feature_norm!r}: it is checked at the one "
+            "trainable nn.Linear of a model with a criterion= or a declared LossGeometry. Pass "
+            "criterion=, too, or leave it out."
+        )
+    return loss_geometry, head

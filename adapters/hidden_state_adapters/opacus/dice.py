@@ -1,0 +1,419 @@
+"""DiceSGD (Algorithms 2 to 4): two sums of a batch, and the feedback of the error between them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import torch
+from torch import nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from hidden_state_accountants import DiceSgdDpEvent, UnsupportedRunError, validate
+from hidden_state_accountants.runs.run import DiceSgdRun, Step
+from hidden_state_adapters.opacus.clipped_sum import move_by_any_rule
+from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.gradients import Figure, Piece
+from hidden_state_adapters.opacus.norms import (
+    check_clip_norms,
+    clip_factors,
+    joint_norms,
+    smallest_norm,
+)
+from hidden_state_adapters.opacus.optimizer import MechanismOptions, PrivateOptimizer
+from hidden_state_adapters.opacus.options import RunArguments
+from hidden_state_adapters.opacus.settings import (
+    check_type,
+    refuse_loaded_moments,
+    refuse_moments,
+    refuse_per_layer,
+    refuse_step_hooks,
+)
+
+
+@attrs.frozen
+class DiceSGD(MechanismOptions):
+    """DiceSGD as `mechanism` of make_private, with SGD, Adam or AdamW; see `DiceSGDOptimizer`.
+
+    Args:
+        error_max_grad_norm: C_2 > 0, in units of the MEAN update; None is C_1, as the paper
+            recommends. One record moves the clipped mean by C_1 / B, but can move the clipped error
+            by up to 2 C_2 in every step: without a gradient bound choose it far smaller.
+        automatic: Normalise instead of clip: C v/|v|, and 0 at 0. A gradient bound is then of no
+            use.
+        gradient_bound: A bound on the norm of every per-example gradient before clipping, for all
+            records that could have been in the data; checked at every step.
+    """
+
+    error_max_grad_norm: float | None = None
+    automatic: bool = False
+    gradient_bound: float = math.inf
+
+    def optimizer_class(self, optimizer: Optimizer) -> type[PrivateOptimizer]:
+        """See `MechanismOptions.optimizer_class`."""
+        return DiceAdamOptimizer if isinstance(optimizer, Adam) else DiceSGDOptimizer
+
+
+class HiddenError:
+    """The error e and the rest that the current batch adds to it.
+
+    Everything in it depends on the records without noise. It cannot be copied, pickled or printed.
+
+    Attributes:
+        norm: Of the error, when a step looked at it last (0-dim).
+
+    Args:
+        params: The trainable parameters; two tensors of the shape of each are kept at most.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]):
+        self._params = list(params)
+        self._errors: list[torch.Tensor | None] = [None] * len(self._params)  # None: 0
+        self._rests: list[torch.Tensor | None] = [None] * len(self._params)
+        self.norm: torch.Tensor = torch.zeros(())
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}>"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedRunError(
+            "The error of DiceSGD cannot be copied or pickled: it holds data of the records "
+            "without noise. Use engine.save_checkpoint(include_private_state=True, "
+            "stays_private=True)."
+        )
+
+    def error(self, index: int) -> torch.Tensor:
+        """The error of one parameter, on its device."""
+        param, error = self._params[index], self._errors[index]
+        error = torch.zeros_like(param.detach()) if error is None else error.to(param)
+        self._errors[index] = error
+        return error
+
+    def figures(self) -> Mapping[str, Figure]:
+        """The norm of the whole error."""
+        if all(error is None for error in self._errors):
+            self.norm = torch.zeros_like(self._params[0].detach().flatten()[0])
+        else:
+            self.norm = joint_norms([self.error(i)[None] for i in range(len(self._params))])[0]
+        return {"error": self.norm}
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if the error is not finite."""
+        if not math.isfinite(values["error"]):
+            raise UnsupportedRunError(
+                f"step {piece.step}: the error overflowed; no clip bounds it."
+            )
+
+    @property
+    def rests(self) -> list[torch.Tensor]:
+        """What the batch has added so far, of every parameter."""
+        return [rest for rest in self._rests if rest is not None]
+
+    def add_rest(self, index: int, rest: torch.Tensor) -> None:
+        """Adds sums of g - clip(g) over the records of (a piece of) the batch."""
+        before = self._rests[index]
+        self._rests[index] = rest if before is None else before.add_(rest)
+
+    def advance(self, factor: torch.Tensor, divisor: int) -> None:
+        r"""The next error; `factor` is that of clip(e, C2).
+
+        .. math:: e \gets [e - \mathrm{clip}(e, C_2)] + \frac1B \sum_i [g_i - \mathrm{clip}(g_i)]
+        """
+        left = 1 - factor
+        for index, rest in enumerate(self._rests):
+            error = self.error(index)
+            # ZBWH24, Algorithm 2, line 7, arXiv 2311.14632
+            error.mul_(left.to(error))
+            if rest is not None:
+                error.add_(rest, alpha=1 / divisor)
+            self._rests[index] = None
+
+    def forget_pieces(self) -> None:
+        """Pieces from before the checkpoint was loaded belong to no batch of the run."""
+        self._rests = [None] * len(self._params)
+
+    def copies(self) -> list[torch.Tensor]:
+        """The errors of all parameters, on the CPU. Secret."""
+        return [self.error(i).cpu().clone() for i in range(len(self._params))]
+
+    def load(self, errors: Sequence[torch.Tensor]) -> None:
+        """Restores what `copies` returned.
+
+        Raises:
+            ValueError: It is of other parameters, or damaged; nothing is changed.
+        """
+        shapes = [tuple(error.shape) for error in errors]
+        expected = [tuple(param.shape) for param in self._params]
+        if shapes != expected:
+            raise ValueError(f"Expected an error of shapes {expected}, got {shapes}.")
+        if not all(bool(torch.isfinite(error).all()) for error in errors):
+            raise ValueError("The private state is damaged: the error is not finite.")
+        self._errors = [e.to(p, copy=True) for e, p in zip(errors, self._params, strict=True)]
+
+
+class DiceSGDOptimizer(PrivateOptimizer):
+    r"""DP-SGD that feeds back, clipped again, what the clip cut off.
+
+    .. math::
+        v_t = \frac1B \sum_{i \in B_t} \mathrm{clip}(g_i, C_1) + \mathrm{clip}(e_t, C_2), \quad
+        e_{t+1} = e_t + \frac1B \sum_{i \in B_t} g_i - v_t, \quad e_0 = 0
+
+    and the wrapped optimizer takes a step along :math:`v_t + \mathcal{N}(0, \sigma_1^2 I)`,
+    :math:`\sigma_1 = \text{noise_multiplier} \cdot C_1 / B`. All parameters are clipped as one
+    vector with exactly min(1, C/|v|) (Opacus adds 1e-6 to the norm)::
+
+        model, optimizer, loader = HiddenStatePrivacyEngine().make_private(
+            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), data_loader=loader,
+            noise_multiplier=20.0, max_grad_norm=0.1, mechanism=DiceSGD(gradient_bound=2.0))
+
+    The gradients are those of Opacus. Of a linear head with a known loss (`criterion`,
+    `feature_norm`) they are computed from its formula, and its Lipschitz constant is the gradient
+    bound.
+
+    Formal guarantees:
+      - Those of the `DiceSgdDpEvent` of the run under `hidden_state_accountants.DiceSgdAccountant`:
+        all iterates, all noisy updates and all that is computed from them are released. So
+        momentum, Nesterov, weight decay and learning rates that depend on released values are
+        covered: they never see :math:`v_t` without noise. The error's recursion does not know them.
+      - The error is never in `state_dict()`, `state`, repr, a copy or a pickle. As with every
+        DPOptimizer, p.grad (between backward() and the end of step()), p.grad_sample and
+        p.summed_grad hold data of the records; do not log them.
+      - Checked at every step: batches, constant settings, the same parameters, finite gradients,
+        the gradient bound.
+      - Not covered: rounding of floating-point numbers. Skipping the step of an empty Poisson batch
+        shows that it was empty.
+
+    Args:
+        optimizer: torch.optim.SGD, with any options.
+        noise_multiplier: Standard deviation of the noise on the SUM of clipped gradients over
+            max_grad_norm, as everywhere in Opacus; constant. At equal noise the epsilon is larger
+            than that of DP-SGD.
+        max_grad_norm: C_1 > 0.
+        expected_batch_size: B, a public integer constant: the divisor of the sums, whatever the
+            number of rows (or the number of pieces under BatchMemoryManager). Poisson batches are
+            accounted with the probability B/N: let B divide N, then it is that of Opacus.
+        loss_reduction: "mean", or "sum": p.grad is then B times larger.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+        UnsupportedRunError: Another optimizer. From `step`: the run is not covered; the text says
+            why.
+
+    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
+    """
+
+    base_types: ClassVar[tuple[type[Optimizer], ...]] = (SGD,)
+    options = DiceSGD
+    refused = {  # noqa: RUF012
+        "after": "it is not in the algorithm, and would not lower epsilon",
+        "schedule": "the learning rate costs nothing here, so that it need not be "
+        "declared: the steps see noisy updates only",
+    }
+    constant = "the bound on DiceSGD is about constant values. (The learning rate may change.)"
+    checked = (
+        "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
+        "finite gradients, one of every record; the same parameters"
+    )
+    hides_iterates = False
+    secret = ", and it holds data of the records without noise"
+
+    def _start(self) -> None:
+        arguments = self.declared.arguments
+        self.error_max_grad_norm = _error_clip(arguments.mechanism, arguments.clip_norm)
+        self.automatic: bool = arguments.mechanism.automatic
+        self.hidden = HiddenError(self.trained)
+
+    # Before there is an optimizer
+
+    @classmethod
+    def check_arguments(
+        cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
+    ) -> None:
+        """Checks everything that the optimizer checks, before anything is changed."""
+        check_type(arguments.optimizer_class.__name__, optimizer, cls.base_types)
+        refuse_step_hooks(optimizer)
+        options: DiceSGD = arguments.mechanism
+        refuse_per_layer(error_max_grad_norm=options.error_max_grad_norm)
+        cap = arguments.batch_order.max_batch_size
+        if cap is not None:
+            raise UnsupportedRunError(
+                f"Expected max_batch_size = None with {arguments.optimizer_class.__name__}, got "
+                f"{cap}: a capped batch is not a Poisson batch, and the bound on DiceSGD has no "
+                "term for the cap. Leave it out; use BatchMemoryManager where batches do not fit "
+                "into memory."
+            )
+        if arguments.loss_geometry not in (None, "auto"):
+            raise UnsupportedRunError(
+                f"Expected loss_geometry = None with {arguments.optimizer_class.__name__}, got "
+                f"{arguments.loss_geometry}: the bound on DiceSGD knows nothing of the loss but "
+                "gradient_bound. Leave it out; or pass criterion= and feature_norm=."
+            )
+        if not isinstance(options.automatic, bool):
+            raise TypeError(f"Expected automatic to be True or False, got {options.automatic!r}.")
+        clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
+        params = [p for p in module.parameters() if p.requires_grad]
+        error_clip = _error_clip(options, clip_norm)
+        check_clip_norms(params, max_grad_norm=clip_norm, error_max_grad_norm=error_clip)
+        refuse_moments(optimizer)
+
+    @classmethod
+    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> DiceSgdRun:
+        """What records the declared run."""
+        return DiceSgdRun(**_settings(declared, noise_multiplier))
+
+    @classmethod
+    def event(
+        cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
+    ) -> DiceSgdDpEvent:
+        """The declared run with this noise and number of steps."""
+        settings = _settings(declared, noise_multiplier)
+        run, constant = DiceSgdRun(**settings), ("noise_multiplier", "clip_norm")
+        step = Step(rows=declared.plan.batch_size, **{name: settings[name] for name in constant})
+        run.add_counted(step, num_steps)
+        event: DiceSgdDpEvent = run.event()
+        return event
+
+    # What stays the same
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything but the wrapped optimizer's."""
+        own = {n: getattr(self, n) for n in ("noise_multiplier", "max_grad_norm")}
+        fixed = {"error_max_grad_norm": self.error_max_grad_norm, "automatic": self.automatic}
+        return {**own, **fixed, **super().settings}
+
+    def check_update_rule(self, optimizer: Optimizer) -> None:
+        """Any rule is post-processing, as long as nothing else looks at the gradients."""
+        refuse_step_hooks(optimizer)
+
+    # Its part of a step
+
+    def _clip(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
+        if not self.automatic:
+            return clip_factors(norms, bound)
+        return clip_factors(norms, bound, automatic=True, smallest=smallest_norm(self.trained))
+
+    def figures(self) -> Mapping[str, Figure]:
+        """The norm of the error."""
+        return self.hidden.figures()
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """Raises UnsupportedRunError if the error is not finite."""
+        self.hidden.judge(piece, values)
+
+    def accumulate(self, piece: Piece) -> None:
+        """Adds the clipped gradients to summed_grad and the rest of each to the hidden error."""
+        factors = self._clip(piece.norms, float(self.max_grad_norm))
+        # Not the difference of two sums: what is not clipped leaves exactly nothing.
+        rests = piece.add_sums(factors, 1 - factors)
+        for index, (rest,) in enumerate(rests):
+            self.hidden.add_rest(index, rest)
+
+    def further_sums(self) -> Sequence[torch.Tensor]:
+        """What the batch adds to the error, which is that of all processes together."""
+        return self.hidden.rests
+
+    def after_noise(self, piece: Piece) -> None:
+        r"""Adds B times the clipped error to the noisy sums, and moves the error on.
+
+        .. math::
+            \sum_i \mathrm{clip}(g_i, C_1) + B\, \mathrm{clip}(e_t, C_2) +
+            \mathcal{N}(0, (B \sigma_1)^2 I), \qquad
+            B \sigma_1 = \text{noise_multiplier} \cdot C_1
+
+        The division by B follows.
+        """
+        divisor = int(self.expected_batch_size)  # type: ignore[arg-type]
+        factor = self._clip(self.hidden.norm, float(self.error_max_grad_norm))
+        fed = factor * divisor
+        for index, p in enumerate(self.trained):
+            # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
+            assert p.grad is not None
+            p.grad.addcmul_(self.hidden.error(index), fed.to(p))
+        self.hidden.advance(factor, divisor)
+
+    def move(self, piece: Piece) -> None:
+        """Lets the wrapped optimizer move what is trained."""
+        move_by_any_rule(self.original_optimizer)
+
+    # Where the run goes on
+
+    def why_not_resumable(self) -> str:
+        """The error."""
+        return "the error of the feedback, which is data of the records"
+
+    def private_state(self) -> dict[str, Any]:
+        """The error.
+
+        Raises:
+            ValueError: A batch is not finished.
+        """
+        if self.hidden.rests:
+            raise ValueError("Expected the end of a step, got a piece of one.")
+        return {"error": self.hidden.copies()}
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Restores the error."""
+        self.hidden.load(state.get("error", ()))
+
+    def forget_pieces(self) -> None:
+        """See `PrivateOptimizer.forget_pieces`."""
+        super().forget_pieces()
+        self.hidden.forget_pieces()
+
+    def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
+        """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
+        if not is_checkpoint:
+            refuse_loaded_moments(state_dict)
+
+
+class DiceAdamOptimizer(DiceSGDOptimizer):
+    r"""Adam on the noisy updates of DiceSGD.
+
+    .. math::
+        \tilde v_t = v_t + \mathcal{N}(0, \sigma_1^2 I), \quad
+        m_t = \beta_1 m_{t-1} + (1 - \beta_1) \tilde v_t, \quad
+        s_t = \beta_2 s_{t-1} + (1 - \beta_2) \tilde v_t^2
+
+    The noise is inside the moments, so they and all options of Adam are post-processing: the run
+    costs what DiceSGD costs, and the moments may be in a checkpoint. Update :math:`v_t`, error,
+    arguments, formal guarantees and errors: see `DiceSGDOptimizer`.
+
+    Two misprints of the algorithm are put right: the second moment decays with 1 - beta_2 (not
+    beta^2), and the bias corrections count steps from 1 (not 0: division by zero).
+
+    Args:
+        optimizer: torch.optim.Adam or AdamW, with any options.
+        **kwargs: As `DiceSGDOptimizer`.
+
+    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithm 3.
+    """
+
+    base_types = (Adam, AdamW)
+    checked = DiceSGDOptimizer.checked
+
+
+def _settings(declared: DeclaredRun, noise_multiplier: float) -> dict[str, Any]:
+    """The arguments of `DiceSgdRun`."""
+    arguments = declared.arguments
+    clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
+    options: DiceSGD = arguments.mechanism
+    bound = options.gradient_bound
+    if declared.lipschitz is not None and not options.automatic:
+        bound = min(bound, declared.lipschitz)  # of a known loss, for all records that there are
+    return {
+        "noise_multiplier": validate.magnitude("noise_multiplier", noise_multiplier),
+        "clip_norm": clip_norm,
+        "error_clip_norm": _error_clip(options, clip_norm),
+        "automatic": options.automatic,
+        **declared.batches,
+        "gradient_bound": bound,
+    }
+
+
+def _error_clip(options: DiceSGD, clip_norm: float) -> float:
+    if options.error_max_grad_norm is None:
+        return clip_norm
+    return validate.magnitude("error_max_grad_norm", options.error_max_grad_norm, positive=True)

@@ -1,1 +1,0 @@
-"""Per-example gradients: their norms and weighted sums, stored or made on the fly."""

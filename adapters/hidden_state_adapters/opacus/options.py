@@ -1,0 +1,284 @@
+"""The arguments of `make_private`: what a run is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import attrs
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from hidden_state_accountants import (
+    BatchOrder,
+    LossGeometry,
+    UnsupportedRunError,
+    validate,
+)
+from hidden_state_adapters.opacus.order import Batches, default_order
+from hidden_state_adapters.opacus.settings import WHY_NOT_ADAPTIVE, refuse_per_layer
+from hidden_state_adapters.opacus.step_maps import StepMap, maps_after
+
+_OPACUS_ARGUMENTS = {
+    "batch_first", "clipping", "grad_sample_mode", "loss_reduction", "noise_generator",
+    "rand_on_empty", "wrap_model",
+}  # fmt: skip
+_OF_HIDDEN_ITERATES = ("loss_geometry", "feature_norm", "after", "schedule")
+
+
+class RunOptions(TypedDict, total=False):
+    """What may be passed to `make_private` beside its required arguments (for type checkers)."""
+
+    batch_order: BatchOrder | Batches | str | None
+    criterion: Any
+    feature_norm: float | None
+    loss_geometry: LossGeometry | str | None
+    targets: Any
+    loop_maps_records: bool
+    schedule: Any
+    num_steps: int | None
+    after: Any
+    mechanism: Any
+    distributed: bool | None
+    poisson_sampling: bool | None
+    batch_first: bool
+    clipping: str
+    grad_sample_mode: str
+    loss_reduction: str
+    noise_generator: torch.Generator | None
+    rand_on_empty: bool
+    wrap_model: bool
+    # In the place of `mechanism`: the optimizer, of your own or DiceSGDOptimizer, and its options.
+    optimizer_class: type | None
+    error_max_grad_norm: float | None
+    automatic: bool
+    gradient_bound: float
+
+
+@attrs.frozen(kw_only=True, eq=False)
+class RunArguments:
+    """What `make_private` was told, in parts; its docstring explains every argument.
+
+    Attributes:
+        max_grad_norm: "auto" until the loss is known.
+        after: What follows every step, by name: "prox", then "projection"; None for nothing.
+        mechanism: The options of the mechanism, if it has some.
+        optimizer_class: The private optimizer of the run, as soon as the engine chose it.
+        opacus: The arguments that go to Opacus as they are.
+    """
+
+    module: nn.Module
+    optimizer: Optimizer
+    data_loader: DataLoader
+    max_grad_norm: float | Sequence[float] | str
+    batch_order: Batches
+    criterion: Any = None
+    loss_geometry: LossGeometry | str | None = None
+    feature_norm: float | None = None
+    targets: Any = None
+    loop_maps_records: bool = False
+    after: Mapping[str, StepMap] | None = None
+    poisson_sampling: bool | None = None
+    mechanism: Any = None
+    optimizer_class: Any = None
+    schedule: Any = None
+    num_steps: int | None = None
+    distributed: bool | None = None
+    opacus: dict[str, Any] = attrs.field(factory=dict)
+
+    @classmethod
+    def of(cls, arguments: Mapping[str, Any]) -> RunArguments:
+        """Takes the keyword arguments of a call apart.
+
+        Raises:
+            TypeError: One is missing or unknown.
+            UnsupportedRunError: The clip follows the records.
+        """
+        own = dict(arguments)
+        if isinstance(own.get("optimizer"), list | tuple):
+            raise UnsupportedRunError(
+                f"Expected one optimizer, got {len(own['optimizer'])}: a step is one noisy sum of "
+                "the gradients of all parameters. Pass one optimizer with a parameter group for "
+                "each of them."
+            )
+        order = own.get("batch_order")
+        if order is None:
+            order = default_order(own.get("data_loader"), own.get("poisson_sampling"))
+        own["batch_order"] = order if isinstance(order, Batches) else Batches(order)
+        if own.get("after") is not None:
+            own["after"] = maps_after(own["after"])
+        if own.get("criterion") is not None and own.get("feature_norm") is not None:
+            own["loss_geometry"] = own.get("loss_geometry") or "auto"
+        known = {field.name for field in attrs.fields(cls)} - {"opacus"}
+        opacus = {name: value for name, value in own.items() if name not in known}
+        if opacus.get("clipping") == "adaptive":
+            raise UnsupportedRunError(
+                f'Expected clipping = "flat" or "per_layer", got "adaptive": {WHY_NOT_ADAPTIVE}. '
+                "Use one fixed clip norm, or Opacus' schedulers of it, which look at no record."
+            )
+        if opacus.get("grad_sample_mode") == "ghost" and "loss_geometry" not in own:
+            own.setdefault("criterion", nn.CrossEntropyLoss())  # Opacus' default, which is returned
+        unknown = sorted(set(opacus) - _OPACUS_ARGUMENTS)
+        if unknown:
+            raise TypeError(f"Unknown argument of make_private: {', '.join(unknown)}.")
+        return cls(**{k: v for k, v in own.items() if k in known}, opacus=opacus)
+
+    def with_clip_norm(self, loss: LossGeometry | None) -> RunArguments:
+        """The arguments, with the clip norm that max_grad_norm="auto" stands for.
+
+        Args:
+            loss: The geometry of the run's loss.
+
+        Raises:
+            ValueError: Nothing is known of the gradients; or it is another word.
+        """
+        if not isinstance(self.max_grad_norm, str):
+            return self
+        if self.max_grad_norm != "auto" or loss is None or loss.lipschitz is None:
+            raise ValueError(
+                f'Expected max_grad_norm to be a number, got {self.max_grad_norm!r}: "auto" is '
+                "just above the longest gradient of a known loss. Pass criterion= and "
+                "feature_norm=, or a number."
+            )
+        # A clip at the bound itself would act on what is rounded up.
+        return attrs.evolve(self, max_grad_norm=math.ceil(loss.lipschitz * 1.00001 * 1e4) / 1e4)
+
+    @property
+    def loss_reduction(self) -> str:
+        """Opacus' loss_reduction."""
+        return str(self.opacus.get("loss_reduction", "mean"))
+
+    @property
+    def asks_for_hidden_iterates(self) -> list[str]:
+        """The arguments that were passed and make sense for a hidden state only, by name."""
+        own = [name for name in _OF_HIDDEN_ITERATES if getattr(self, name) is not None]
+        is_known = self.loss_geometry == "auto" and self.criterion is not None
+        return ["criterion", *own[1:]] if is_known else own
+
+    @property
+    def is_ghost(self) -> bool:
+        """Whether Opacus clips in a second backward pass, of a criterion that it calls."""
+        return self.opacus.get("grad_sample_mode") == "ghost"
+
+    @property
+    def clips_per_layer(self) -> bool:
+        """Whether every parameter has a clip norm of its own."""
+        return self.opacus.get("clipping") == "per_layer"
+
+    @property
+    def asks_for_samples(self) -> bool:
+        """Whether the gradients have to be where Opacus keeps and adds them up."""
+        mode, is_wrapped = self.opacus.get("grad_sample_mode"), self.opacus.get("wrap_model", True)
+        return (
+            mode not in (None, "ghost")
+            or self.clips_per_layer
+            or self.loop_maps_records
+            or not is_wrapped
+        )
+
+    @property
+    def clip_norm(self) -> float:
+        """The clip norm for all parameters together: what the noise multiplier multiplies."""
+        norms = self.max_grad_norm
+        return math.hypot(*norms) if isinstance(norms, list | tuple) else float(norms)  # type: ignore[arg-type]
+
+    def check(self) -> None:
+        """Checks what the arguments say by themselves, and whether the mechanism takes them.
+
+        Raises:
+            TypeError, ValueError: One has an impossible value.
+            UnsupportedRunError: The run could not be checked or accounted.
+        """
+        mechanism, name = self.optimizer_class, self.optimizer_class.__name__
+        for argument, reason in mechanism.refused.items():
+            value = getattr(self, argument)
+            if value is not None:
+                raise UnsupportedRunError(
+                    f"Expected {argument} = None with {name}, got {value!r}: {reason}. Leave it "
+                    "out."
+                )
+        order, sampling = self.batch_order.order, self.poisson_sampling
+        if sampling is not None and sampling != (order is BatchOrder.POISSON):
+            raise UnsupportedRunError(
+                f"Expected poisson_sampling = {order is BatchOrder.POISSON} with "
+                f'batch_order="{order.value}", got {sampling!r}. Leave it out: batch_order '
+                "says how the records are dealt."
+            )
+        self._check_clipping(mechanism.takes_per_layer)
+        self._check_opacus_arguments()
+        self._check_ghost_arguments()
+
+    def _check_clipping(self, takes_per_layer: bool) -> None:
+        clipping = self.opacus.get("clipping", "flat")
+        if clipping == "per_layer" and takes_per_layer:
+            self._check_clip_norms()
+            return
+        if clipping != "flat":
+            raise UnsupportedRunError(
+                f'Expected clipping = "flat", got {clipping!r}: the theorems need one fixed clip '
+                'of the whole gradient of a record. Leave it out. ("per_layer" is accounted by '
+                "composition, without what asks for a hidden state: "
+                f"{', '.join(_OF_HIDDEN_ITERATES)}, mechanism.)"
+            )
+        refuse_per_layer(max_grad_norm=self.max_grad_norm)
+
+    def _check_clip_norms(self) -> None:
+        norms = self.max_grad_norm
+        if not isinstance(norms, list | tuple):
+            raise TypeError(
+                'Expected a list of clip norms as max_grad_norm with clipping="per_layer", got '
+                f"{norms!r}. Give one number for each trainable parameter, in their order."
+            )
+        for norm in norms:
+            validate.magnitude("max_grad_norm", norm, positive=True)
+        groups = self.optimizer.param_groups
+        count = sum(p.requires_grad for group in groups for p in group["params"])
+        if len(norms) != count:
+            raise ValueError(
+                f"Expected {count} clip norms in max_grad_norm, one for each trainable parameter "
+                f"of the optimizer, got {len(norms)}."
+            )
+        if self.is_ghost:
+            raise UnsupportedRunError(
+                'Expected clipping = "flat" with grad_sample_mode="ghost", got "per_layer", as in '
+                'Opacus. Use grad_sample_mode="hooks".'
+            )
+
+    def _check_opacus_arguments(self) -> None:
+        arguments = self.opacus
+        if arguments.get("rand_on_empty"):
+            raise UnsupportedRunError(
+                "Expected rand_on_empty = False, got True: it puts a made-up record into an empty "
+                "batch. With one record less a batch is empty, and the sum has the gradient that "
+                "is made up instead of the record's: it moves by two clip norms, and the noise is "
+                "for one. Leave it out: empty batches work."
+            )
+        if self.loss_reduction not in ("mean", "sum"):
+            raise ValueError(
+                f"Expected loss_reduction = 'mean' or 'sum', got {self.loss_reduction!r}."
+            )
+        mode = arguments.get("grad_sample_mode", "hooks")
+        if mode not in ("hooks", "functorch", "ew", "ghost"):
+            raise UnsupportedRunError(
+                'Expected grad_sample_mode = "hooks", "functorch", "ew" or "ghost", got '
+                f"{mode!r}: nothing computes the per-example gradients of the model there. Use "
+                '"functorch", which takes any layer, or "hooks".'
+            )
+
+    def _check_ghost_arguments(self) -> None:
+        arguments, criterion = self.opacus, self.criterion
+        if not self.is_ghost:
+            return
+        if not callable(criterion):
+            raise UnsupportedRunError(
+                f'Expected a criterion with grad_sample_mode="ghost", got {criterion!r}: '
+                "make_private returns it as third of four, as Opacus does. Pass criterion=."
+            )
+        if not arguments.get("wrap_model", True):
+            raise UnsupportedRunError(
+                'Expected wrap_model = True with grad_sample_mode="ghost", got False: only the '
+                "wrapper keeps what the sums follow from. Leave it out."
+            )

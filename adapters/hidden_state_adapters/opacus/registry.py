@@ -1,0 +1,224 @@
+"""Records of private runs: kept by accountants, hung on the weights that they trained."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import attrs
+from dp_accounting import NeighboringRelation
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError
+from hidden_state_accountants.guarantee import Status, merge_assumptions
+from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
+from hidden_state_accountants.runs.run import Run, run_of
+from hidden_state_adapters.opacus.schedule import DeclaredSchedule
+
+PastRun = dict[str, Any]
+"""A run as plain types: `AccountedRun.state_dict`, and why no epsilon covers it or "" (refused)."""
+
+_BEHIND = "_hidden_state_runs"  # attribute of the modules whose parameters are trained
+_branches: dict[str, list[Run]] = {}
+"""The records of this process, by run: a run that was resumed has several."""
+_trained: Any = WeakIdKeyDictionary()  # parameter -> Lineage
+
+
+@attrs.define(eq=False)
+class AccountedRun:
+    """The part of a run that its accountant keeps, however it is trained.
+
+    Attributes:
+        recorder: The record of the steps.
+        assumptions: Assumptions beside those of the bound.
+        schedule: Declared rates and number of steps.
+        id: The name of the run, the same wherever it goes on.
+        failure: Reason why the run ended (a step was refused or interrupted), or "".
+        has_moved: True as soon as parameters moved, if only in a step that was interrupted.
+    """
+
+    recorder: Run
+    assumptions: tuple[Assumption, ...] = ()
+    schedule: DeclaredSchedule = DeclaredSchedule()
+    id: str = attrs.field(factory=lambda: secrets.token_hex(16))
+    failure: str = ""
+    has_moved: bool = False
+
+    def assume(self, *further: Assumption) -> None:
+        """Adds to the assumptions."""
+        self.assumptions = merge_assumptions([self.assumptions, further])
+
+    def guarantee(self, relation: NeighboringRelation) -> Guarantee:
+        """The guarantee of the recorded steps, with everything that is taken on trust."""
+        guarantee = self.recorder.guarantee(relation)
+        own = self.schedule.assumptions(self.recorder, guarantee.assumptions)
+        listed = merge_assumptions([own, OF_EVERY_RUN, self.assumptions])
+        return attrs.evolve(guarantee, assumptions=listed)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The recorder's, with what was declared; what is checked is checked again."""
+        own = {"assumptions": declared_texts(self.assumptions), "run_id": self.id}
+        return {**self.recorder.state_dict(), **own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores a `state_dict` into a run without steps.
+
+        Raises:
+            ValueError: As `RunRecorder.load_state_dict`. Nothing is changed then.
+        """
+        self.recorder.load_state_dict(state)
+        self.assume(*declared_by(state))
+        self.id = state.get("run_id", self.id)
+
+    @classmethod
+    def ended(cls, state: Mapping[str, Any]) -> AccountedRun:
+        """The run that a `state_dict` is of; it takes no further steps."""
+        run = cls(run_of(state), assumptions=declared_by(state))
+        run.id = state.get("run_id", run.id)
+        return run
+
+
+def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:
+    """The texts of the declared ones among `assumptions`, as a state holds them."""
+    return [a.text for a in assumptions if a.status is Status.DECLARED]
+
+
+def declared_by(state: Mapping[str, Any]) -> tuple[Assumption, ...]:
+    """The declared assumptions that a state holds."""
+    return tuple(Assumption.declared(text) for text in state.get("assumptions", ()))
+
+
+class Lineage:
+    """The runs of one accountant, as the modules that they trained hold them.
+
+    A module that is copied or pickled takes along what the runs are at that moment, as a list of
+    plain types. It holds nothing that is computed from the records.
+
+    Attributes:
+        runs: The declared runs, as their accountant keeps them.
+        refusals: The reasons why the accountant gives no epsilon.
+        undeclared: The number of steps that were not declared.
+        current: Weak reference to the run of an engine that goes on, with its `close`; or None.
+        id: The name of the undeclared steps.
+    """
+
+    def __init__(self) -> None:
+        self.runs: list[AccountedRun] = []
+        self.refusals: list[str] = []
+        self.undeclared, self.id = 0, secrets.token_hex(16)
+        self.current: Callable[[], Any] | None = None
+
+    def __iter__(self) -> Iterator[PastRun]:
+        for run in self.runs:
+            if run.recorder.num_steps or run.has_moved:
+                reasons = filter(None, [run.failure, *self.refusals])
+                yield {**run.state_dict(), "refused": " ".join(reasons)}
+        if self.undeclared:
+            what = f"{self.undeclared} steps of a PrivacyEngine were not declared (declare_run)"
+            yield {"run_id": self.id, "num_steps": self.undeclared, "refused": what}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, (list(self),)
+
+    def missing(self, module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[PastRun]:
+        """The runs behind weights that are not among these.
+
+        Args:
+            module: The model, without Opacus' wrapper; None if it is not known.
+            params: The parameters of the model, trained or frozen.
+
+        Raises:
+            UnsupportedRunError: Weights of the middle of a run were not released there.
+        """
+        own = {run.id: run.recorder for run in self.runs}
+        found: dict[str, PastRun] = {}
+        for past in _runs_behind(module, params, self):
+            name = past["run_id"]
+            if name in own:
+                _check_released(past, own[name].num_steps, own[name].release_steps)
+            elif name != self.id:
+                pair = sorted([past, found.get(name, past)], key=lambda p: int(p["num_steps"]))
+                found[name] = pair[1]
+                _check_released(pair[0], pair[1]["num_steps"], pair[1].get("release_steps", ()))
+        return list(found.values())
+
+
+def _runs_behind(
+    module: nn.Module | None, params: Iterable[nn.Parameter], own: Lineage
+) -> Iterator[PastRun]:
+    """The runs of all lineages but `own` that parameters or modules hold, each lineage once."""
+    for lineage in _lineages(module, params):
+        if lineage is not own:
+            yield from lineage
+
+
+def _lineages(module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[Any]:
+    """The lineages that parameters or modules hold (lists, where they are copies), each once."""
+    parts = [] if module is None else module.modules()
+    held = [*map(_trained.get, params), *(vars(part).get(_BEHIND) for part in parts)]
+    return list({id(each): each for each in held if each is not None}.values())
+
+
+def _check_released(past: PastRun, steps: int, releases: Iterable[int]) -> None:
+    """Raises UnsupportedRunError for weights of a run that went on without a release there."""
+    if past["num_steps"] != steps and past["num_steps"] not in releases:
+        raise UnsupportedRunError(
+            f"Expected the newest weights of a private run, got those after step "
+            f"{past['num_steps']} of {steps}: two models of one run are used, and epsilon covers "
+            "one. Call engine.release() where you copy a model whose run goes on."
+        )
+
+
+def end_other_runs(module: nn.Module, own: Lineage) -> None:
+    """Ends the runs of other engines that train a parameter of `module`."""
+    params = {id(param) for param in module.parameters()}
+    for lineage in _lineages(module, module.parameters()):
+        run = lineage.current and lineage.current() if isinstance(lineage, Lineage) else None
+        if run is None or lineage is own:
+            continue
+        if any(id(param) in params for param in run.source.iterate.params):
+            run.close(
+                "This run ended when another engine took over its model, whose epsilon is that of "
+                "both runs. Use the optimizer that the last make_private returned."
+            )
+
+
+def note_trained(
+    module: nn.Module | None, params: Iterable[nn.Parameter], lineage: Lineage
+) -> None:
+    """Hangs the runs that train `params` on them and on the parts of `module` that own them."""
+    params = list(params)
+    own = {id(param) for param in params}
+    for param in params:
+        _trained[param] = lineage
+    for part in [] if module is None else module.modules():
+        if any(id(param) in own for param in part.parameters(recurse=False)):
+            vars(part)[_BEHIND] = lineage
+
+
+def note_branch(run_id: str, run: Run) -> None:
+    """Remembers that `run` records (a branch of) a run."""
+    runs = _branches.setdefault(run_id, [])
+    if run not in runs:
+        runs.append(run)
+
+
+def check_later_steps(state: Mapping[str, Any], discard_later_steps: bool) -> None:
+    """Raises ValueError if this process took steps after the state that would be forgotten."""
+    steps, branches = state["num_steps"], _branches.get(state["run_id"], [])
+    released = [r for branch in branches for r in branch.release_steps if r > steps]
+    furthest = max((branch.num_steps for branch in branches), default=0)
+    if released:
+        raise ValueError(
+            f"Expected the newest released state of the run, got that of step {steps}: the iterate "
+            f"after step {max(released)} was released and would be forgotten. Load the checkpoint "
+            "of that step or a later one."
+        )
+    if furthest > steps and not discard_later_steps:
+        raise ValueError(
+            f"Expected the newest state of the run, got that of step {steps}: {furthest} steps "
+            "were taken. If nothing computed by the later ones was ever shown to anybody, nor made "
+            "you go back, say discard_later_steps=True; it becomes a listed assumption."
+        )

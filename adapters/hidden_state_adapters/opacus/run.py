@@ -1,0 +1,315 @@
+"""One run: its record, its batches and position, its own iterate, and whether it goes on."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_accountants.events.loss_geometry import square_norm
+from hidden_state_accountants.runs.run import Run, run_of
+from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.opacus.apart import Collated
+from hidden_state_adapters.opacus.batch import Taken
+from hidden_state_adapters.opacus.curvature import BatchCurvature, uses_curvature
+from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.head import HeadRun
+from hidden_state_adapters.opacus.loader import BatchCursor, plain_collate
+from hidden_state_adapters.opacus.noise import whose_noise
+from hidden_state_adapters.opacus.registry import AccountedRun, check_later_steps, note_branch
+from hidden_state_adapters.opacus.sampled import SampledRun
+from hidden_state_adapters.opacus.source import Source, remove_all
+from hidden_state_adapters.opacus.targets import Targets
+
+_logger = logging.getLogger("hidden_state_accountants")
+
+SECTION = "hidden_state_run"
+"""Where a checkpoint holds the state of a run."""
+_SCHEMA = 1
+
+
+class TrainingRun:
+    """What is true of a run between two steps.
+
+    The optimizer takes the steps. Epsilon, releases and checkpoints are read here, and what a
+    checkpoint holds is restored here, all of it or nothing.
+
+    Attributes:
+        record: Of every logical step.
+        declared: What `make_private` was told.
+        accounted: What its accountant keeps of it, and the model that it trains takes along.
+        fields: What has to be the same where it goes on, beside what the record compares.
+        cursor: Its position: the number of steps, and the batch that the loop is working on.
+        batch: Looks at the batches.
+        source: Gives the gradients, and holds the last private iterate.
+        curvature: Looks at how curved the batches are, or None.
+        optimizer: The PrivateOptimizer that takes the steps.
+        modules: The model that was passed, without wrappers, and as `make_private` returned it.
+        is_loading: Whether a checkpoint is being restored.
+
+    Args:
+        declared: The run. What looks at its model is hung on it; `close` undoes that.
+        noise_multiplier: As declared.
+    """
+
+    optimizer: Any
+    modules: tuple[Any, ...] = ()
+    _closed = ""
+    is_loading = False
+
+    def __init__(self, declared: DeclaredRun, noise_multiplier: float):
+        self.record: Run = declared.mechanism.new_run(declared, noise_multiplier)
+        self.declared = declared
+        self.accounted = AccountedRun(self.record, schedule=declared.schedule)
+        if declared.group is not None:
+            self.accounted.id = declared.group.run_id
+        self.fields = declared.fields(noise_multiplier)
+        plan, loader = declared.plan, declared.arguments.data_loader
+        self.cursor = BatchCursor(
+            plan.num_batches,
+            loader.num_workers * (loader.prefetch_factor or 0),
+            counts_steps=plan.draws_every_step,
+        )
+        declared.frozen.hold(tells=True)
+        self.curvature = _curvature(declared)
+        self.batch = Taken(
+            plan,
+            self.cursor,
+            loader,
+            lambda: self.source.inputs,
+            lambda: self.source.call,
+            dim=_dim(declared),
+            is_composed=declared.mechanism.is_composed,
+            maps_records=declared.arguments.loop_maps_records,
+        )
+        self.source = _source(declared)
+        # A script may keep the model alone, and train it in another run.
+        weakref.finalize(self, remove_all, self.source.handles).atexit = False
+
+    @property
+    def id(self) -> str:
+        """The name of the run, the same wherever it goes on."""
+        return self.accounted.id
+
+    @property
+    def failure(self) -> str:
+        """What ended the run: a step that was refused or interrupted; or ""."""
+        return self.accounted.failure
+
+    @failure.setter
+    def failure(self, text: str) -> None:
+        self.accounted.failure = text
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The batches."""
+        return self.declared.plan
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps taken."""
+        return self.cursor.steps_taken
+
+    # What epsilon is about
+
+    def check_iterate(self) -> None:
+        """Raises UnsupportedRunError unless the parameters are those the last step left."""
+        self.check_alive()
+        self.check_not_refused()
+        self.cursor.check_finished()
+        self.source.iterate.check(self.num_steps)
+
+    def check_alive(self) -> None:
+        """Raises UnsupportedRunError if the run was closed, or only its record was restored."""
+        if self._closed:
+            raise UnsupportedRunError(self._closed)
+        if self.record.num_steps != self.num_steps and not self.failure:
+            raise UnsupportedRunError(
+                f"The optimizer took {self.num_steps} steps, but {self.record.num_steps} are "
+                "recorded. Restore a run with engine.load_checkpoint, which restores model, "
+                "recorder, hidden state and position together."
+            )
+
+    def check_not_refused(self) -> None:
+        """Raises UnsupportedRunError if a step of this run was refused or interrupted."""
+        if self.failure:
+            raise UnsupportedRunError(
+                "A step of this run was refused or interrupted. What ended the run may depend on "
+                "the records, and every bound is about a number of steps that does not: no epsilon "
+                f"covers the model. Start again with another optimizer. It was: {self.failure}"
+            )
+
+    def check_ended(self) -> None:
+        """Checks a run whose last iterate counts as released."""
+        if self.accounted.has_moved or self.num_steps:
+            self.check_iterate()
+            self.record.event()  # a run that ends within an epoch may have none, for good
+
+    def close(self, reason: str) -> None:
+        """Ends the run: every step raises UnsupportedRunError with `reason` from now on."""
+        self._closed = reason
+        self.source.close()
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """What is verified at every step, and what is taken on trust."""
+        declared, curvature = self.declared, self.curvature
+        collate = plain_collate(declared.arguments.data_loader)
+        return (
+            *self.optimizer.assumptions,
+            *self.batch.assumptions(collate, declared.relation),
+            *self.source.assumptions,
+            *([] if curvature is None else [curvature.assumption]),
+            *(part.assumption for part in declared.maps.values()),
+            whose_noise(self.optimizer),
+            *([] if declared.group is None else declared.group.assumptions),
+        )
+
+    # Where it goes on
+
+    def why_not_resumable(self, num_steps: int) -> str:
+        """What the run needs of the private state to go on after `num_steps` steps, or ""."""
+        missing = [self.plan.why_not_resumable(num_steps)]
+        if num_steps:
+            missing.insert(0, self.optimizer.why_not_resumable())
+        return ", and ".join(filter(None, missing))
+
+    def private_state(self) -> dict[str, Any]:
+        """Plain types and tensors that restore hidden state and secret order. Secret."""
+        state = self.plan.private_state(self.num_steps)
+        return {**state, **(self.optimizer.private_state() if self.num_steps else {})}
+
+    def state_dict(self, *, include_private: bool) -> dict[str, Any]:
+        """The section of a checkpoint, in plain types.
+
+        It never holds the state of the noise generator: with it the noise of the next steps would
+        be known. The order of the records, and the error of DiceSGD, are in it only on request.
+        """
+        missing = self.why_not_resumable(self.num_steps)
+        state: dict[str, Any] = {
+            "schema": _SCHEMA,
+            "run_id": self.id,
+            "num_steps": self.num_steps,
+            "fields": self.fields,
+            "noise_multiplier": float(self.optimizer.noise_multiplier),
+            "max_grad_norm": float(self.optimizer.max_grad_norm),
+        }
+        if include_private:
+            state["private"] = self.private_state()
+        elif missing:
+            only_order = missing == self.plan.why_not_resumable(self.num_steps)
+            _logger.warning(
+                "The checkpoint after step %d lacks %s, so the run cannot go on from it. Save "
+                "%swith include_private_state=True, stays_private=True.",
+                self.num_steps,
+                missing,
+                "at the end of an epoch, or " if only_order else "",
+            )
+        return state
+
+    def check_state(self, checkpoint: Mapping[str, Any], discard_later_steps: bool) -> None:
+        """Raises unless the run can go on from a checkpoint; nothing is changed.
+
+        Raises:
+            ValueError: It is of another run (the text names the field), or steps that were taken
+                after it would be forgotten.
+            UnsupportedRunError: The secret order or the error that it needs is missing.
+        """
+        state = checkpoint.get(SECTION)
+        runs = checkpoint["privacy_accountant_state_dict"].get("runs")
+        if not isinstance(state, dict) or state.get("schema") != _SCHEMA or not runs:
+            raise ValueError(
+                f"Expected a checkpoint of HiddenStatePrivacyEngine with a run (schema {_SCHEMA}), "
+                f"got entries {sorted(checkpoint)}. Save with engine.save_checkpoint."
+            )
+        stored = run_of(self.record.state_dict())
+        stored.load_state_dict(runs[-1])  # names the field that differs
+        if state["num_steps"] != stored.num_steps:
+            raise ValueError(
+                f"The checkpoint is damaged: num_steps = {state['num_steps']}, but "
+                f"{stored.num_steps} steps are recorded."
+            )
+        for name, expected in self.fields.items():
+            if state["fields"].get(name) != expected:
+                raise ValueError(
+                    f"The checkpoint is of another run: expected {name} = {expected!r}, got "
+                    f"{state['fields'].get(name)!r}. Call make_private as before."
+                )
+        missing = self.why_not_resumable(stored.num_steps)
+        if missing and "private" not in state:
+            raise UnsupportedRunError(
+                f"The checkpoint lacks {missing}: with another one it would not be the run that is "
+                "accounted. Save with include_private_state=True, stays_private=True."
+            )
+        check_later_steps(state, discard_later_steps)
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Restores secret order and error from a section that was checked; `resume` follows.
+
+        Raises:
+            ValueError: They are of another run, or damaged.
+        """
+        self.is_loading = True
+        private = state.get("private")
+        if private is None:
+            return
+        if state["num_steps"]:
+            self.optimizer.load_private_state(private)
+        self.plan.load_private_state(private)
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what record, hidden state and module hold, after they were restored."""
+        self.accounted.id, self.failure, self.is_loading = state["run_id"], "", False
+        self.optimizer.noise_multiplier = state["noise_multiplier"]
+        self.optimizer.max_grad_norm = state["max_grad_norm"]
+        self.optimizer.forget_pieces()
+        self.batch.resume(self.record.num_steps)
+        self.source.resume(self.record.num_steps)
+        note_branch(self.id, self.record)
+
+
+def _dim(declared: DeclaredRun) -> int:
+    """The dimension of what goes into the model that counts its records."""
+    return 0 if declared.arguments.opacus.get("batch_first", True) else 1
+
+
+def _source(declared: DeclaredRun) -> Source:
+    is_composed = declared.mechanism.is_composed
+    arguments, known, module = declared.arguments, declared.known_criterion, declared.inner
+    calls_it = arguments.is_ghost and declared.head is None  # record by record
+    options: dict[str, Any] = {
+        "dim": _dim(declared),
+        "has_loss": declared.loss is not None and known is None,
+        "lipschitz": declared.lipschitz,
+        "is_composed": is_composed,
+        "divides": arguments.loss_reduction == "mean",
+        "criterion": None if known is not None or calls_it else arguments.criterion,
+        "collated": Collated(declared.plan, arguments.data_loader),
+    }
+    if declared.head is None:
+        if arguments.is_ghost and not is_composed:
+            raise UnsupportedRunError(
+                'Expected grad_sample_mode = "hooks" with what asks for the gradient of every '
+                'record (mechanism, loss_geometry, after), got "ghost": Opacus leaves only sums '
+                "that are clipped. Leave it out."
+            )
+        maps_records = arguments.loop_maps_records
+        return SampledRun(module, declared.frozen, maps_records=maps_records, **options)
+    norm = arguments.feature_norm
+    options["feature_norm"] = None if norm is None else float(norm)
+    if known is not None:
+        options |= {"known": known, "targets": Targets(known, arguments.targets)}
+    return HeadRun(module, declared.head, declared.frozen, **options)
+
+
+def _curvature(declared: DeclaredRun) -> BatchCurvature | None:
+    loss, head, norm = declared.loss, declared.head, declared.arguments.feature_norm
+    if loss is None or loss.curvature is None or norm is None:
+        return None
+    if not uses_curvature(loss, declared.plan.order):
+        return None
+    assert head is not None
+    bias = head.bias is not None and head.bias.requires_grad
+    return BatchCurvature(loss, square_norm(float(norm), bias), bias, declared.plan.batch_size)

@@ -1,1 +1,0 @@
-"""One run of an engine: its arguments, its record, where it goes on."""

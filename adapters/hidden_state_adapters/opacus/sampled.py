@@ -1,0 +1,341 @@
+"""Per-example gradients of any model, from Opacus."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from opacus.grad_sample import GradSampleHooks
+from opacus.layers.dp_rnn import RNNLinear
+from opacus.utils.module_utils import trainable_modules
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_adapters.opacus.apart import Call, halves, outputs_of
+from hidden_state_adapters.opacus.batch import Taken
+from hidden_state_adapters.opacus.frozen import FrozenPart, refuse_packed_sequences
+from hidden_state_adapters.opacus.gradients import (
+    Figure,
+    Piece,
+    any_of,
+    counted_writes,
+    differ,
+    is_in_full_precision,
+    is_on_host,
+    rows_of,
+    sum_of,
+    why_not_records,
+)
+from hidden_state_adapters.opacus.loader import tensors_of
+from hidden_state_adapters.opacus.precision import (
+    check_arithmetic,
+    check_convolutions,
+    is_exact,
+)
+from hidden_state_adapters.opacus.source import ONE_CALL, Hooks, Source, remove_all
+from hidden_state_adapters.opacus.wrappers import GhostModule
+
+_TOLERANCE, _COARSE = 1e-4, 2e-2  # of the lengths of all gradients; in half precision, or in TF32
+
+
+class SampledRun(Source):
+    """Takes the gradients that Opacus computed for every record, at Opacus' trust.
+
+    The training passes use the weights that the last step left.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        frozen: What is kept in eval() mode.
+        maps_records: Whether several passes before a step are of the same records, which was
+            declared.
+        **options: See `Source`.
+    """
+
+    _clears = False  # whether what was cleared is known not to count
+    # Opacus and users copy models with their hooks; a copy trains nothing here.
+    _is_idle = True
+
+    def __init__(
+        self, module: nn.Module, frozen: FrozenPart, *, maps_records: bool, **options: Any
+    ):
+        super().__init__(module, frozen, **options)
+        self._maps_records = maps_records
+        self._modules = tuple(module.named_modules())
+        self._trained = [part for _, part in trainable_modules(module)]
+        self._calls: list[Call] = []  # of the passes since the last piece that count
+        self._open = 0  # the last ones of them, whose backward pass is not over
+        self._counting = self._trained  # layers at which Opacus counts the records of a batch
+        self._miscounted: set[nn.Module] = set()  # those of them that count something else
+        self._whole = 0  # records of the batch that is looked at
+        self._strayed: Figure = False  # whether a pass used other weights
+        self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
+        self._hooks = None if self._is_composed else Hooks(self._modules)
+        self._is_idle = False
+        self._reached = _Reached(module, self.iterate.params)
+        own = module.register_forward_pre_hook(self._begin, with_kwargs=True)
+        self.handles = [own, *self._reached.handles]
+        refuse_packed_sequences(module)
+
+    def follow(self, private: Any) -> None:
+        """Is told what Opacus' hooks are in.
+
+        Args:
+            private: What `private_module` made.
+        """
+        if isinstance(private, GradSampleHooks):
+            self._counting = list(private.iterate_submodules(self._module))
+            self.handles += vars(self._module).get("autograd_grad_sample_hooks", [])
+        if isinstance(private, GhostModule):
+            self.ghost = private
+        elif isinstance(private, GradSampleHooks):
+            private.cleared, self._clears = self.cleared, True
+
+    def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_idle or not (torch.is_grad_enabled() and self._is_training()):
+            return
+        if self._hooks is not None:
+            self._hooks.check()
+        self._frozen.hold()
+        self._frozen.check_batch_norm(self._modules)
+        self._open = self._open + 1 if self._waits() else 1
+        self._calls.append((args, kwargs))
+        self._reached.forget()
+        self._strayed = any_of([self._strayed, self.iterate.moved()])
+        if self._has_loss:
+            check_arithmetic(self.iterate.params)
+            check_convolutions(self.iterate.params)
+
+    def _is_training(self) -> bool:
+        return any(part.training for part in self._trained)
+
+    def _waits(self) -> bool:
+        """Whether Opacus waits for the backward pass of some use of a parameter."""
+        return any(getattr(param, "_forward_counter", 0) for param in self.iterate.params)
+
+    def cleared(self) -> None:
+        """Forgets finished passes, of which nothing is left; not those that wait."""
+        if self._clears and not self._is_idle:
+            self._calls = self._calls[-self._open :] if self._waits() else []
+            self._strayed = self._strayed if self._calls else False
+            self._reached.forget()
+
+    def begin(self, step: int, params: Sequence[nn.Parameter], block: int) -> Piece:
+        """See `Source.begin`."""
+        self._check_trained(step)
+        if len(self._calls) > 1 and not self._maps_records:
+            raise UnsupportedRunError(
+                f"step {step} follows {len(self._calls)} training passes through the model, "
+                "expected 1: Opacus adds row i of one to row i of the others, and nobody sees "
+                "whether they are of one record. (A look at the outputs without torch.no_grad(), "
+                "gradient accumulation, two losses with a pass each?) Evaluate in eval() mode or "
+                "under torch.no_grad(), step once per pass, clear what a pass left that is not "
+                "trained (optimizer.zero_grad(), after its backward pass), and save memory with "
+                f"BatchMemoryManager instead of checkpointing. {ONE_CALL}"
+            )
+        piece = Piece(step, params, block)
+        try:
+            if self.ghost is None:
+                piece.rows = rows_of(self._named(params), self._rows_of(self.inputs))
+            else:
+                piece.known_norms = self._norms_of_ghost()
+                piece.rows = len(piece.known_norms)
+        except UnsupportedRunError as error:
+            raise UnsupportedRunError(f"step {step}: {error}") from None
+        return piece
+
+    def _named(self, params: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
+        known = {id(param): name for name, param in self._module.named_parameters()}
+        return {known.get(id(param), str(i)): param for i, param in enumerate(params)}
+
+    def _rows_of(self, values: Iterable[Any], dim: int | None = None) -> int | None:
+        """The rows of the first tensor that has some; None where nobody knows."""
+        dim = self._dim if dim is None else dim
+        tensors = (x for x in values if isinstance(x, torch.Tensor))
+        return next((x.shape[dim] for x in tensors if x.dim() > dim), None)
+
+    def _norms_of_ghost(self) -> torch.Tensor:
+        norms: torch.Tensor | None = (
+            self.ghost._per_sample_gradient_norms
+        )  # that Opacus clipped with
+        if norms is None:
+            raise UnsupportedRunError(
+                "got no gradients that Opacus clipped, expected the backward "
+                'pass of the criterion that make_private returned: with grad_sample_mode="ghost" '
+                "it makes the second pass, in which the gradients are clipped."
+            )
+        return norms.detach()
+
+    def figures(self, piece: Piece, batch: Taken) -> Mapping[str, Figure]:
+        """See `Source.figures`."""
+        found: dict[str, Figure] = {
+            "moved": any_of([self.iterate.moved(), self._strayed]),
+            "gradient": piece.largest_norm,
+        }
+        if piece.block == 0:
+            self._first = [(x, counted_writes(x)) for x in self.inputs]
+        else:
+            found["other_inputs"] = self._has_other_inputs()
+        if self._reached.listens and self.ghost is None:
+            found["beside"] = self._reached.beside(piece, piece.rows if self._divides else 1)
+        self._whole = piece.rows
+        found |= self._look_once(piece, self._computed)
+        if self._miscounted:
+            names = [name for name, part in self._modules if part in self._miscounted]
+            raise UnsupportedRunError(f"step {piece.step}: {why_not_records(names)}")
+        return found
+
+    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
+        """See `Source.judge`."""
+        super().judge(piece, values)
+        if values.get("beside"):
+            raise self._reached_beside(piece.step, "its layers reaches the parameters of the model")
+
+    def _has_other_inputs(self) -> Figure:
+        """Whether a block is updated on something else than the first one."""
+        inputs = self.inputs
+        if len(inputs) != len(self._first):
+            return True
+        pairs = zip(inputs, self._first, strict=True)
+        return any_of(_is_other(x, old, writes) for x, (old, writes) in pairs)
+
+    def _outputs(self, piece: Piece) -> Sequence[torch.Tensor]:
+        call = self.call
+        assert call is not None
+        return outputs_of(self._module, self._computed, call, piece.rows)
+
+    def _computed(self, call: Call) -> list[torch.Tensor]:
+        args, kwargs = call
+        rows = {self._rows_of([x]) for x in tensors_of(call)}
+        parts = {len(half) for half in halves(self._whole)} - {1}  # what is broadcast fits all
+        is_part = self._whole not in rows and not rows.isdisjoint(parts)
+        seen: set[nn.Module] = set()
+
+        def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
+            # A sequence that is as long as the batch has records stays so in a part of it.
+            dim = 0 if isinstance(layer, RNNLinear) else self._dim
+            if is_part and self._rows_of(inputs[:1], dim) == self._whole:
+                seen.add(layer)
+
+        handles = [layer.register_forward_pre_hook(note) for layer in self._counting]
+        try:
+            found = tree_leaves(self._module(*args, **kwargs))
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._miscounted |= seen  # not of a pass that failed: states are those of the whole batch
+        return [x for x in found if isinstance(x, torch.Tensor) and x.is_floating_point()]
+
+    def used(self, piece: Piece) -> None:
+        """The next pass is of another piece."""
+        self._calls, self._strayed = [], False
+        if self.ghost is not None:
+            self.ghost._per_sample_gradient_norms = None
+
+    def after(self, step: int) -> None:
+        """The next step has another batch."""
+        self._first, self._calls = [], []
+        self._reached.listens = (step + 1) & step == 0  # in steps 1, 2, 4, 8, ...
+
+    @property
+    def inputs(self) -> Sequence[torch.Tensor]:
+        """The tensors that went into the model in all passes that count."""
+        return tuple(tensors_of(self._calls))
+
+    @property
+    def call(self) -> Call | None:
+        """See `Source.call`."""
+        return self._calls[0] if self._calls else None
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is looked at, and what is taken on trust."""
+        yield from super().assumptions
+        if self._maps_records:
+            yield Assumption.declared(
+                "of several passes before a step row i is made of record i alone, or of no record"
+            )
+        yield from self._of_the_loss()
+
+    def close(self) -> None:
+        """Removes the hooks, those of Opacus too: layers may be trained on inside another model."""
+        remove_all(self.handles)
+
+    def __reduce__(self) -> Any:
+        return object.__new__, (type(self),)
+
+
+class _Reached:
+    """Notes what the loop's backward pass brings to the parameters.
+
+    It has no effect on a step, which adds up the gradients of the records, so that a penalty on
+    the weights would have none. Opacus' gradients of some embeddings are others by design, and so
+    are those of convolutions with other padding than zeros; they are not compared.
+
+    Attributes:
+        listens: Whether the next step is compared.
+        handles: Its hooks.
+
+    Args:
+        module: The module itself, not Opacus' wrapper.
+        params: The parameters that are trained.
+    """
+
+    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]):
+        left_out = {id(part.weight) for part in module.modules() if _differs_by_design(part)}
+        self._params = [p for p in params if id(p) not in left_out]
+        self.handles = [p.register_hook(functools.partial(self._note, p)) for p in self._params]
+        self.listens = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Another pass begins."""
+        self._noted: dict[nn.Parameter, torch.Tensor] = {}
+        self._is_fine = is_exact() and all(map(is_on_host, self._params))
+
+    def _note(self, param: nn.Parameter, gradient: torch.Tensor) -> None:
+        if self.listens:
+            before = self._noted.get(param)
+            # As long as it is held torch makes a copy for .grad, which a loop may clip in place.
+            self._noted[param] = gradient if before is None else before + gradient
+
+    def beside(self, piece: Piece, divisor: int) -> Figure:
+        """Whether that is more than the mean, or sum, of the gradients of the records.
+
+        Args:
+            piece: The records.
+            divisor: What their sum was divided by.
+        """
+        owns = {id(p) for p in piece.params}
+        pairs = [(sum_of(p) / divisor, x) for p, x in self._noted.items() if id(p) in owns]
+        if not pairs:
+            return False
+        size = piece.norms.sum() / divisor
+        off = _joint([own - noted for own, noted in pairs]).to(size)
+        nothing = _joint([noted for _, noted in pairs]).to(size)  # torch's expanded weights
+        is_fine = self._is_fine and all(map(is_in_full_precision, piece.params))
+        allowed = (_TOLERANCE if is_fine else _COARSE) * size
+        return torch.minimum(off, nothing) > allowed
+
+
+def _joint(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    norms = [torch.linalg.vector_norm(part) for part in parts]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
+
+
+def _differs_by_design(part: Any) -> bool:
+    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+        return part.padding_mode != "zeros"
+    is_embedding = isinstance(part, nn.Embedding | nn.EmbeddingBag)
+    return is_embedding and (part.padding_idx is not None or part.sparse or part.scale_grad_by_freq)
+
+
+def _is_other(tensor: torch.Tensor, old: torch.Tensor, writes: int) -> Figure:
+    if counted_writes(old) != writes:
+        return True
+    if tensor is old:
+        return False
+    kinds = [(x.dtype, x.shape, x.device) for x in (tensor, old)]
+    return kinds[0] != kinds[1] or differ(tensor.detach(), old.detach())

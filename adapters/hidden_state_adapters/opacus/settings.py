@@ -1,0 +1,253 @@
+"""Settings of an optimizer: read for the record, and compared with those of the start."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from opacus.optimizers import DPOptimizer
+from torch.optim import SGD, Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from hidden_state_accountants import UnsupportedRunError, validate
+
+NEUTRAL = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
+"""The options of SGD that make it another rule, with the values at which they do not."""
+
+_CAUSES = {
+    "momentum": ", and OneCycleLR or CyclicLR with cycle_momentum=False (they set it otherwise)"
+}
+
+
+class UnsupportedUpdateError(UnsupportedRunError):
+    """The wrapped optimizer moves in a way that no last-iterate theorem covers.
+
+    Args:
+        what: What was expected and what was got.
+        why: Why it matters, and what to do.
+    """
+
+    def __init__(self, what: str, why: str):
+        super().__init__(f"{what}: {why}")
+        self.what = what
+
+
+class Settings:
+    """Refuses another inner optimizer, a step hook, or settings that changed.
+
+    Args:
+        optimizer: `PrivateOptimizer` of the run, at its start: says what has to stay the same, and
+            refuses an update rule that its bound is not about.
+    """
+
+    def __init__(self, optimizer: Any):
+        self._optimizer, self._wrapped = optimizer, optimizer.original_optimizer
+        self._fixed, self._generator = dict(optimizer.settings), optimizer.generator
+        self._valid_noise: Any = None  # that was looked at last
+
+    def check(self, step: int) -> None:
+        """Raises UnsupportedRunError if something is not as it was."""
+        optimizer = self._optimizer
+        if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
+            raise UnsupportedRunError(
+                "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
+                "loss (which changes its smoothness and what is clipped) and skips steps. Train in "
+                "float32 without it."
+            )
+        noise = optimizer.noise_multiplier
+        if type(noise) is not float or noise != self._valid_noise:
+            validate.magnitude("noise_multiplier", noise)
+            self._valid_noise = noise
+        if optimizer.original_optimizer is not self._wrapped:
+            raise UnsupportedRunError(
+                f"step {step} uses another original_optimizer than the one at the start of the "
+                "run. Make another private optimizer for another one."
+            )
+        optimizer.check_update_rule(self._wrapped)
+        now = optimizer.settings
+        for name, expected in self._fixed.items():
+            if now[name] is not expected and now[name] != expected:
+                raise UnsupportedRunError(
+                    f"step {step} uses {name} = {now[name]!r}, expected {expected!r} as at the "
+                    f"start of the run: {optimizer.constant}"
+                )
+        if optimizer.generator is not self._generator:
+            raise UnsupportedRunError(
+                f"step {step} uses another noise generator than at the start of the run: its noise "
+                "may be that of earlier steps. Leave it alone."
+            )
+        if optimizer.step_hook is not None:
+            raise UnsupportedRunError(
+                f"step {step} has a step_hook, which sees the gradients and can change them. Do "
+                "your own work after optimizer.step()."
+            )
+
+
+def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
+    """The options that all parameter groups of a plain SGD optimizer share.
+
+    Args:
+        optimizer: The optimizer inside a DPOptimizer.
+
+    Returns:
+        The options of the groups; "lr" and "weight_decay" as floats.
+
+    Raises:
+        UnsupportedUpdateError: It is not exactly torch.optim.SGD, uses momentum, dampening,
+            nesterov or maximize, its groups differ in an option, or it has step hooks (its own or
+            global).
+    """
+    if type(optimizer) is not SGD:
+        raise UnsupportedUpdateError(
+            f"Expected torch.optim.SGD, got {type(optimizer).__name__}",
+            "no last-iterate theorem here covers another update rule (it keeps a state that "
+            "depends on all earlier gradients). Use plain SGD, or account every step with a stock "
+            "PrivacyEngine.",
+        )
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    for group in groups:
+        for name in ("lr", "weight_decay"):
+            group[name] = float(group[name])
+    for index, group in enumerate(groups[1:], 1):
+        for name in sorted(set(groups[0]) | set(group)):
+            if group.get(name) != groups[0].get(name):
+                raise UnsupportedUpdateError(
+                    f"Expected equal options in all parameter groups, got {name} = "
+                    f"{groups[0].get(name)!r} in group 0 and {group.get(name)!r} in group {index}",
+                    "the theorems contract all parameters alike. Use one group.",
+                )
+    for name, neutral in NEUTRAL.items():
+        value = groups[0].get(name, neutral)
+        if value != neutral:
+            raise UnsupportedUpdateError(
+                f"Expected {name} = {neutral}, got {value!r}",
+                "no last-iterate theorem here covers it. Use torch.optim.SGD(params, lr, "
+                f"weight_decay=...) without {name}{_CAUSES.get(name, '')}.",
+            )
+    refuse_step_hooks(optimizer)
+    return groups[0]
+
+
+def update_of(optimizer: DPOptimizer, batch_size: float) -> dict[str, float]:
+    """The `learning_rate` and `weight_decay` of a step of plain SGD, as events have them.
+
+    Args:
+        optimizer: Opacus' optimizer, which divides by expected_batch_size or not at all.
+        batch_size: Records that an event divides by.
+
+    Raises:
+        UnsupportedUpdateError: The wrapped optimizer moves in another way.
+    """
+    options = sgd_options(optimizer.original_optimizer)
+    divisor = optimizer.expected_batch_size if optimizer.loss_reduction == "mean" else 1
+    scale = batch_size / float(divisor)  # type: ignore[arg-type]
+    rate, decay = options["lr"] * scale, options["weight_decay"] / scale
+    if not 0 <= rate * decay < 1:
+        raise UnsupportedUpdateError(
+            f"Expected learning_rate * weight_decay < 1, got {rate * decay:g}",
+            "the decay would turn the parameters around. Lower one of them.",
+        )
+    return {"learning_rate": rate, "weight_decay": decay}
+
+
+def rule_of(optimizer: Optimizer) -> str:
+    """The name of an optimizer, with what makes it another one than plain SGD."""
+    name = type(optimizer).__name__
+    if type(optimizer) is not SGD:
+        return name
+    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    if any(group != groups[0] for group in groups[1:]):
+        return f"{name} with parameter groups that differ"
+    others = [f"{k} = {groups[0][k]}" for k, v in NEUTRAL.items() if groups[0].get(k, v) != v]
+    if not (others or 0 <= groups[0]["lr"] * groups[0]["weight_decay"] < 1):
+        others = ["learning_rate * weight_decay >= 1"]
+    return name + (f" with {', '.join(others)}" if others else "")
+
+
+def refuse_step_hooks(optimizer: Optimizer) -> None:
+    """Raises UnsupportedRunError if hooks of the optimizer, or of all, can change the update."""
+    for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        if getattr(optimizer, name, None):
+            raise UnsupportedUpdateError(
+                f"Expected an {type(optimizer).__name__} optimizer without step hooks, got one "
+                "registered with register_step_pre_hook or register_step_post_hook",
+                "it can change the update unseen. Remove it.",
+            )
+    hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
+    # torch's profiler counts steps with one, and stock engines look who takes them.
+    known = "torch.", "hidden_state_adapters."
+    foreign = [h for h in hooks if not getattr(h, "__module__", "").startswith(known)]
+    if foreign:
+        raise UnsupportedUpdateError(
+            f"Expected no step hooks for all optimizers, got {foreign[0]!r} from "
+            "register_optimizer_step_pre_hook or register_optimizer_step_post_hook",
+            "it can change the update unseen. Remove it.",
+        )
+
+
+def check_type(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) -> None:
+    """Raises UnsupportedRunError unless `optimizer` is exactly of an `allowed` type."""
+    if type(optimizer) in allowed:
+        return
+    if isinstance(optimizer, DPOptimizer):
+        remedy = "Pass its original_optimizer."
+    else:
+        remedy = (
+            "The noisy update may go through any rule that sees nothing else of the records, but "
+            "only these were read."
+        )
+    raise UnsupportedRunError(
+        f"Expected {' or '.join(f'torch.optim.{t.__name__}' for t in allowed)} in {name}, got "
+        f"{type(optimizer).__name__}. {remedy}"
+    )
+
+
+def holds_tensors(state: Mapping[Any, Mapping[str, Any]]) -> bool:
+    """Tells whether the state of an optimizer, by parameter, holds momentum or moments."""
+    return any(isinstance(v, torch.Tensor) for part in state.values() for v in part.values())
+
+
+def _is_fresh(part: Mapping[str, Any]) -> bool:
+    """Tells whether the state of a parameter is from before the first step, as Adagrad's may be."""
+    if "step" in part:
+        return float(part["step"]) == 0
+    return not holds_tensors({None: part})
+
+
+def refuse_moments(optimizer: Optimizer) -> None:
+    """Raises UnsupportedRunError if an optimizer took steps that nobody accounts."""
+    if not all(_is_fresh(part) for part in optimizer.state.values()):
+        raise UnsupportedRunError(
+            f"Expected a {type(optimizer).__name__} that took no step, got one with a state "
+            "(momentum, moments): it may hold gradients without noise, which the first steps "
+            "would show. Construct a new one; engine.load_checkpoint restores the state of a "
+            "run."
+        )
+
+
+def refuse_loaded_moments(state_dict: Mapping[str, Any]) -> None:
+    """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
+    if holds_tensors(state_dict["state"]):
+        raise UnsupportedRunError(
+            "Expected engine.load_checkpoint, got load_state_dict with momentum or moments: "
+            "from elsewhere they may hold gradients without noise, which the steps would show."
+        )
+
+
+WHY_NOT_ADAPTIVE = (
+    "it also publishes how many gradients were not clipped, and noise_multiplier does not pay for "
+    "that: the count moves by 1 with a record, where the formula for the noise takes 1/2, and it "
+    "is divided by the exact size of the batch"
+)
+"""About Opacus' adaptive clipping, whose clip norm follows that count."""
+
+
+def refuse_per_layer(**norms: Any) -> None:
+    """Raises UnsupportedRunError for lists of clip norms."""
+    for name, value in norms.items():
+        if isinstance(value, list | tuple):
+            raise UnsupportedRunError(
+                f"Expected {name} to be one number, got {value!r}: a list clips every layer by "
+                "itself, which is not supported. Pass the norm of the whole gradient of a record."
+            )
