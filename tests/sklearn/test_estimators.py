@@ -132,6 +132,28 @@ def test_coefficients_in_the_units_of_the_columns(preprocessing):
         _ = regressor(normalization="scale").fit(X, y).coef_of_columns_
 
 
+@pytest.mark.parametrize("preprocessing", [None, "center", "scale", "whiten"])
+def test_coefficients_of_a_classifier_in_the_units_of_the_columns(preprocessing):
+    columns = X * [1.0, 100.0, 1e-3]
+    bounds = np.array([[-1, 2], [-100, 200], [-1e-3, 2e-3]])
+    model = classifier(
+        normalization="clip", column_bounds=bounds, preprocessing=preprocessing, feature_norm=3.0
+    ).fit(columns, NAMES)
+    # What whitening makes longer than the records are is cut: records near their mean are not.
+    near = columns.mean(axis=0) + 0.05 * (columns - columns.mean(axis=0))
+    found = near @ model.coef_of_columns_.T + model.intercept_of_columns_
+    np.testing.assert_allclose(model.decision_function(near), found, atol=1e-9)
+    with pytest.raises(AttributeError, match="scales every record by its own norm"):
+        _ = classifier().fit(X, NAMES).coef_of_columns_
+
+
+def test_the_report_tells_of_momentum_where_there_is_some():
+    for epsilon, has_momentum in ((1.0, False), (10.0, True)):
+        model = classifier(epsilon=epsilon).fit(X, NAMES)
+        assert (model._recipe.run.momentum > 0) == has_momentum
+        assert ("momentum" in model.report_) == has_momentum
+
+
 def test_bounds_of_columns_take_their_units_away():
     columns = X * [1.0, 1e4, 1e-4]
     bounds = np.array([[-0.5, 1.5]] * 3) * np.array([[1.0], [1e4], [1e-4]])
@@ -182,13 +204,22 @@ def test_one_pair_of_bounds_is_for_all_columns():
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("random_state", "cannot be seeded"), ("warm_start", "starts at zero")],
+    [
+        ("random_state", "cannot be seeded"),
+        ("warm_start", "starts at zero"),
+        ("C", "no penalty to be weighed"),
+        ("learning_rate", "recommend chooses it"),
+        ("max_iter", "more steps get more noise each"),
+        ("n_jobs", "OMP_NUM_THREADS"),
+    ],
 )
 def test_what_is_not_there_says_why(name, why):
     with pytest.raises(TypeError, match=why):
         PrivateClassifier(**{name: 1})
     with pytest.raises(ValueError, match=why):
         regressor().set_params(**{name: 1})
+    with pytest.raises(TypeError, match=r"PrivateRegressor\(alpha=\)"):
+        PrivateClassifier(alpha=1)
     assert not hasattr(regressor(), "partial_fit")
     with pytest.raises(AttributeError, match="all records at once"):
         classifier().partial_fit(X, NAMES)

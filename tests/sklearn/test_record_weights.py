@@ -1,11 +1,17 @@
 """Weights of classes and records: public, at most 1, and nothing that is accounted changes."""
 
+import warnings
+
 import numpy as np
 import pytest
 
 pytest.importorskip("sklearn")
 
-from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
+from hidden_state_adapters.sklearn import (
+    PrivateClassifier,
+    PrivateRegressor,
+    UnaccountedStepWarning,
+)
 from hidden_state_adapters.sklearn.record_weights import class_weights
 from hidden_state_adapters.sklearn.records import Records
 from hidden_state_adapters.sklearn.steps import gradient_sum
@@ -36,6 +42,20 @@ def test_weights_change_the_model_and_not_the_event():
     assert "the weights of the classes, {1: 9.0}" in weighted.report_
     assert "the weight of every record is a function of it alone" in by_record.report_
     assert "weight of every record" not in plain.report_
+
+
+def test_weights_that_were_computed_from_the_labels_are_warned_of():
+    counts = np.bincount(LABELS)
+    balanced = {label: 2000 / (2 * count) for label, count in enumerate(counts)}
+    with pytest.warns(UnaccountedStepWarning, match="computed from these very labels"):
+        classifier(class_weight=balanced).fit(X, LABELS)
+    with pytest.warns(UnaccountedStepWarning, match="computed from these very labels"):
+        classifier().fit(X, LABELS, counts.min() / counts[LABELS])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnaccountedStepWarning)
+        classifier(class_weight={0: 0.1, 1: 0.9}).fit(X, LABELS)
+        classifier().fit(X, LABELS, np.full(2000, 0.5))
+        classifier().fit(X, LABELS, np.zeros(2000))
 
 
 def test_the_gradient_of_a_record_is_clipped_and_then_weighted():

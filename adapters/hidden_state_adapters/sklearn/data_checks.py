@@ -23,6 +23,7 @@ _SAME = 1e-9  # of sums of products
 _CANDIDATES = 1000  # pairs of rows that are compared
 _SAME_DIRECTION = 0.9  # squared length of the mean of records of norm 1: prepared ones have less
 _MOST_NOISE = 0.05  # in one of the means: with more they tell nothing
+_COUNTED = 1e-6  # of the sums of weights of the classes
 _fitted: dict[tuple[int, int, float], int] = {}  # by records, features, a mark of them: fits
 
 
@@ -115,6 +116,27 @@ def look_at(X: Any, y: np.ndarray, lineage: Lineage, name: str, stacklevel: int)
             stacklevel=stacklevel + 1,
         )
     return count
+
+
+def warn_of_balanced(codes: np.ndarray, weights: np.ndarray, stacklevel: int) -> None:
+    """Warns of weights with which all classes of these records weigh the same: they were counted.
+
+    Args:
+        codes: The class of every record.
+        weights: Of the records.
+        stacklevel: Of the caller's caller.
+    """
+    counts, sums = np.bincount(codes), np.bincount(codes, weights)
+    counts, sums = counts[counts > 0], sums[counts > 0]
+    are_even = sums[0] > 0 and np.allclose(sums, sums[0], rtol=_COUNTED, atol=0)
+    if are_even and counts.min() < counts.max():
+        warnings.warn(
+            "the weights look as if they were computed from these very labels (balanced): how "
+            "often a label occurs is private, and no epsilon covers what the weights show of it. "
+            "Take them from public knowledge of how frequent the classes are.",
+            UnaccountedStepWarning,
+            stacklevel=stacklevel + 1,
+        )
 
 
 def warn_of_units(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from scipy import sparse
@@ -25,7 +25,12 @@ from hidden_state_adapters.recipe import (
     silent,
 )
 from hidden_state_adapters.sklearn.columns import Columns
-from hidden_state_adapters.sklearn.data_checks import Lineage, look_at, warn_of_units
+from hidden_state_adapters.sklearn.data_checks import (
+    Lineage,
+    look_at,
+    warn_of_balanced,
+    warn_of_units,
+)
 from hidden_state_adapters.sklearn.preprocessing import (
     STEPS,
     WHITEN,
@@ -50,6 +55,11 @@ _NOT_HERE = {
     "warm_start": "the accounted run starts at zero. Fit anew with the whole budget, or add up "
     "several fits with hidden_state_accountants.budget",
     "partial_fit": "the accounted run is about all records at once. Call fit with all of them",
+    "C": "few steps and the noise keep weights small; there is no penalty to be weighed",
+    "learning_rate": "hidden_state_accountants.recommend chooses it, by public numbers alone",
+    "max_iter": "hidden_state_accountants.recommend chooses the number of steps, n_iter_, and with "
+    "it the noise: more steps get more noise each",
+    "n_jobs": "a step is one product of matrices. Threads are those of NumPy: set OMP_NUM_THREADS",
 }
 
 
@@ -60,20 +70,22 @@ class PrivateLinearModel(BaseEstimator):
     looks at no record, and trains it.
     """
 
+    _not_here: ClassVar[dict[str, str]] = _NOT_HERE
+
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        for name in set(options) & set(_NOT_HERE):
-            raise TypeError(f"Expected no {name}, got {options[name]!r}: {_NOT_HERE[name]}.")
+        for name in set(options) & set(cls._not_here):
+            raise TypeError(f"Expected no {name}, got {options[name]!r}: {cls._not_here[name]}.")
         return super().__new__(cls)
 
     def set_params(self, **params: Any) -> Any:
         """As in scikit-learn; says of an argument that is not there why."""
-        for name in set(params) & set(_NOT_HERE):
-            raise ValueError(f"Expected no {name}, got {params[name]!r}: {_NOT_HERE[name]}.")
+        for name in set(params) & set(self._not_here):
+            raise ValueError(f"Expected no {name}, got {params[name]!r}: {self._not_here[name]}.")
         return super().set_params(**params)
 
     def __getattr__(self, name: str) -> Any:
-        if name in _NOT_HERE:
-            raise AttributeError(f"Expected no use of {name}: {_NOT_HERE[name]}.")
+        if name in type(self)._not_here:
+            raise AttributeError(f"Expected no use of {name}: {type(self)._not_here[name]}.")
         return object.__getattribute__(self, name)  # says what a property or Python says
 
     def __sklearn_clone__(self) -> Any:
@@ -291,6 +303,43 @@ class PrivateLinearModel(BaseEstimator):
         return np.concatenate(parts)
 
     @property
+    def coef_of_columns_(self) -> np.ndarray:
+        """Slopes in the units of the columns, of the shape of `coef_`."""
+        return self._of_columns()[0]
+
+    @property
+    def intercept_of_columns_(self) -> Any:
+        """What is predicted, by the same map, where all columns are 0; of the kind of `intercept_`.
+
+        Logits of a classifier are those of `decision_function`.
+        """
+        return self._of_columns()[1]
+
+    def _of_columns(self) -> tuple[np.ndarray, Any]:
+        check_is_fitted(self)
+        if self.normalization != "clip":
+            raise AttributeError(
+                "Expected normalization='clip' for coefficients in the units of the columns, got "
+                f"{self.normalization!r}, which scales every record by its own norm: no one number "
+                "for a column says what it does. Use coef_, for normalised records."
+            )
+        if self.splines is not None:
+            raise AttributeError(
+                "Expected splines=None for coefficients in the units of the columns, got "
+                f"{self.splines!r}: no one number says what a column does. Use predict."
+            )
+        slopes, offset, statistics = self.coef_, self.intercept_, self._statistics
+        if statistics is not None:
+            slopes = slopes if statistics.whitening is None else slopes @ statistics.whitening
+            slopes = slopes if statistics.factors is None else slopes * statistics.factors
+            offset = offset if statistics.means is None else offset - slopes @ statistics.means
+        columns = self._columns(self.n_features_in_)
+        if columns is not None:
+            slopes = slopes / columns.half
+            offset = offset - slopes @ columns.middle
+        return slopes, offset
+
+    @property
     def guarantee_(self) -> Guarantee:
         """What is proved of the fitted model, with its assumptions.
 
@@ -346,6 +395,11 @@ class PrivateLinearModel(BaseEstimator):
     def report_(self) -> str:
         """A statement to paste: epsilon, relation, theorem, run and assumptions."""
         guarantee, run = self.guarantee_, self._recipe.run
+        momentum = (
+            f", momentum {run.momentum:g} (on what is released already, so at no cost)"
+            if run.momentum
+            else ""
+        )
         text = Statement(
             [run.event],
             guarantee,
@@ -355,8 +409,8 @@ class PrivateLinearModel(BaseEstimator):
             update=f"{run.event.num_steps} steps along the sum of all records' gradients, each cut "
             f"to length {run.event.gradient_bound()[0]:g}, plus Gaussian noise of standard "
             f"deviation {run.event.noise_std_on_sum()[0]:.4g} in every weight, over the number of "
-            f"records; learning rate {run.event.learning_rate:g}, momentum {run.momentum:g} (on "
-            "what is released already, so at no cost); Gaussian releases, whose squared mu add up",
+            f"records; learning rate {run.event.learning_rate:g}{momentum}; Gaussian "
+            "releases, whose squared mu add up",
         ).lines()
         return f"{text}\nfits: {self._fits}"
 
@@ -430,11 +484,19 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         coef_: Shape (1 or classes, features), for records as they are normalised (and centred);
             with splines, of columns without knots, then of hat functions.
         intercept_: Shape (1 or classes,).
+        coef_of_columns_, intercept_of_columns_: The same in the units of the columns, for
+            normalization="clip" and records that nothing cuts, as for `PrivateRegressor`.
         temperature_: What logits are divided by for probabilities; 1 where none is released.
         n_features_in_, n_iter_: Of the training.
         privacy_event_: What was trained, for an accountant that composes several fits.
         guarantee_, report_: What is proved, and a statement to paste.
     """
+
+    _not_here: ClassVar[dict[str, str]] = {
+        **_NOT_HERE,
+        "alpha": "few steps and the noise keep weights small; ridge regression is "
+        "PrivateRegressor(alpha=)",
+    }
 
     def __init__(
         self,
@@ -492,6 +554,8 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         of_classes = class_weights(self.class_weight, classes)
         if of_classes is not None:
             weights = of_classes[codes] if weights is None else weights * of_classes[codes]
+        if weights is not None:
+            warn_of_balanced(codes, weights, stacklevel=2)
         outputs = 1 if len(classes) == 2 else len(classes)
         one_hot = np.eye(len(classes)) if outputs > 1 else np.array([[0.0], [1.0]])
         records, generator = self._train(
@@ -731,41 +795,6 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
                 f"{self.target_bounds!r}. Take the range of the targets from public knowledge."
             )
         return low, high
-
-    @property
-    def coef_of_columns_(self) -> np.ndarray:
-        """Slopes in the units of the columns, shape (features,)."""
-        return self._of_columns()[0]
-
-    @property
-    def intercept_of_columns_(self) -> float:
-        """What is predicted, by the same map, where all columns are 0."""
-        return self._of_columns()[1]
-
-    def _of_columns(self) -> tuple[np.ndarray, float]:
-        check_is_fitted(self)
-        if self.normalization != "clip":
-            raise AttributeError(
-                "Expected normalization='clip' for coefficients in the units of the columns, got "
-                f"{self.normalization!r}, which scales every record by its own norm: no one number "
-                "for a column says what it does. Use coef_, for normalised records."
-            )
-        if self.splines is not None:
-            raise AttributeError(
-                "Expected splines=None for coefficients in the units of the columns, got "
-                f"{self.splines!r}: no one number says what a column does. Use predict."
-            )
-        slopes, origin, statistics = self.coef_, np.zeros_like(self.coef_), self._statistics
-        if statistics is not None:
-            slopes = slopes if statistics.whitening is None else statistics.whitening @ slopes
-            slopes = slopes if statistics.factors is None else slopes * statistics.factors
-            origin = origin if statistics.means is None else statistics.means
-        offset = self.intercept_ - float(origin @ slopes)
-        columns = self._columns(self.n_features_in_)
-        if columns is not None:
-            slopes = slopes / columns.half
-            offset -= float(columns.middle @ slopes)
-        return slopes, offset
 
     def _public(self) -> list[Assumption]:
         return [Assumption.public(f"the bounds of the targets, {self.target_bounds!r}")]
