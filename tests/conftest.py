@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-for folder in ("misuse", "oracles", "reference"):
+for folder in ("misuse", "oracles", "reference", "../examples/papers"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
 settings.register_profile("ci", deadline=None, derandomize=True, max_examples=12)

@@ -4,11 +4,11 @@ import auxiliary as reference
 import numpy as np
 import pytest
 import torch
+from auxiliary_network import AuxiliaryNetwork
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus import (
-    AuxiliaryNetwork,
     BlockCoordinateOptimizer,
     HiddenStatePrivacyEngine,
 )

@@ -21,7 +21,6 @@ except ModuleNotFoundError as error:
     ) from error
 
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
-from hidden_state_adapters.opacus.auxiliary import AuxiliaryNetwork
 from hidden_state_adapters.opacus.block_coordinate import (
     BlockCoordinate,
     BlockCoordinateOptimizer,
@@ -50,7 +49,6 @@ from hidden_state_adapters.opacus.step_maps import (
 register_accountant(MECHANISM, HiddenStateAccountant, force=True)
 
 __all__ = [
-    "AuxiliaryNetwork",
     "BallProjection",
     "Batches",
     "BlockCoordinate",
