@@ -113,6 +113,63 @@ def test_a_criterion_that_mixes_records(module, criterion):
         trained(module, records(), criterion)
 
 
+class WithItsLoss(nn.Module):
+    """A model that returns its loss, as those of transformers do, and constants."""
+
+    def __init__(self, module, loss, draws):
+        super().__init__()
+        self.module, self.loss, self.draws = module(), loss, draws
+
+    def forward(self, inputs, labels):
+        outputs = self.module(inputs)
+        noise = self.draws * torch.rand(())
+        return self.loss(outputs, labels) + noise, outputs, torch.tensor(0.5)
+
+
+def trained_with_its_loss(module, loss, tensors, *, draws=False, **arguments):
+    torch.manual_seed(0)
+    model, engine = WithItsLoss(module, loss, draws), HiddenStatePrivacyEngine()
+    private, optimizer, loader = engine.make_private(
+        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(*tensors), batch_size=6), noise_multiplier=1.0,
+        max_grad_norm=1.0, batch_order="cyclic", **arguments,
+    )  # fmt: skip
+    for inputs, labels in loader:
+        optimizer.zero_grad()
+        private(inputs, labels)[0].backward()
+        optimizer.step()
+    assert engine.get_epsilon(1e-5) > 0
+
+
+@pytest.mark.parametrize("loss", [Flat(), contrastive])
+@pytest.mark.parametrize("module", [layers, lambda: nn.Linear(5, 3)], ids=["layers", "head"])
+def test_a_loss_in_the_model_that_mixes_records(module, loss):
+    with pytest.raises(UnsupportedRunError, match="a number that the model returns for a batch"):
+        trained_with_its_loss(module, loss, records())
+
+
+def test_a_mean_over_tokens_in_the_model():
+    """What a causal language model of transformers returns for padded labels."""
+    with pytest.raises(UnsupportedRunError, match="a number that the model returns for a batch"):
+        trained_with_its_loss(Words, flat, texts(is_padded=True))
+    trained_with_its_loss(Words, flat, texts(is_padded=False))
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (functional.cross_entropy, {}),
+        (squared, {}),
+        (nn.CrossEntropyLoss(reduction="sum"), {"loss_reduction": "sum"}),
+        (nn.CrossEntropyLoss(reduction="sum"), {}),
+        (Flat(), {"draws": True}),  # nobody can tell
+    ],
+)
+def test_losses_in_the_model_that_add_up(loss, options):
+    arguments = {key: value for key, value in options.items() if key != "draws"}
+    trained_with_its_loss(layers, loss, records(), draws="draws" in options, **arguments)
+
+
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), flat])
 def test_a_mean_over_the_tokens_of_a_batch(criterion):
     """opacus 792, 632, 827: the tokens of one record rescale the gradients of all others."""

@@ -27,6 +27,7 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _COARSE = 5e-2  # of what was computed in half precision, or may have been in TF32
+_ROUNDING = 1e-5  # of the mean of a batch
 _FACTORS = (1000, -1)  # of other records
 _FAR = 1e-3  # of the length of gradients of a criterion
 _ALONE = 4  # records that are looked at one by one, beside both halves
@@ -77,6 +78,41 @@ def _copy(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
+def losses_add_up(
+    module: nn.Module, compute: Callable[[Call], Sequence[torch.Tensor]], call: Call, rows: int
+) -> bool | None:
+    """Whether every single number of a batch is the mean, or the sum, of those of its two halves.
+
+    Losses of records add up so: a mean over all tokens, with class weights, or of pairs does not.
+
+    Args:
+        module: See `records_are_apart`.
+        compute: See `records_are_apart`.
+        call: See `records_are_apart`.
+        rows: See `records_are_apart`.
+
+    Returns:
+        None where there is no such number, or nobody can tell.
+    """
+    dropouts = [part for part in module.modules() if isinstance(part, _DropoutNd)]
+    look = _Look(module, compute, 0, dropouts)
+    parts = [_changed(call, rows, 0, kept, None) for kept in halves(rows)]
+    try:
+        with random_numbers_as_before(tree_leaves(call)):
+            for _ in range(2):
+                other = look.numbers(call, is_random=True)
+        whole = look.numbers(call)
+        first, second = (look.numbers(part) for part in parts)
+    except Exception:  # whatever a model may raise that is called again
+        return None
+    if not len(whole) or not len(whole) == len(first) == len(second):
+        return None
+    mean = (rows // 2 * first + (rows - rows // 2) * second) / rows
+    limit = _COARSE if look.is_coarse else _ROUNDING
+    found = (torch.isclose(x, whole, rtol=limit, atol=limit) for x in (mean, first + second))
+    return bool(torch.stack(list(found)).any(0).all()) if torch.equal(whole, other) else None
+
+
 def outputs_of(
     module: nn.Module,
     compute: Callable[[Call], Sequence[torch.Tensor]],
@@ -104,7 +140,7 @@ class _Look:
         self._module, self._compute, self._dim, self._off = module, compute, dim, off
         params = list(module.parameters())
         coarse = (torch.float16, torch.bfloat16)
-        self._is_coarse = any(x.dtype in coarse or x.is_cuda for x in params)
+        self.is_coarse = any(x.dtype in coarse or x.is_cuda for x in params)
 
     def at(self, call: Call, rows: int, versions: Sequence[Version]) -> bool | None:
         """See `records_are_apart`."""
@@ -148,6 +184,15 @@ class _Look:
 
     def computed(self, call: Call, rows: int, *, is_random: bool = False) -> list[torch.Tensor]:
         """What has an entry for every record."""
+        found = self._of(call, is_random)
+        return [x for x in found if x.dim() > self._dim and x.shape[self._dim] == rows]
+
+    def numbers(self, call: Call, *, is_random: bool = False) -> torch.Tensor:
+        """What is one number for a batch."""
+        found = [x.double().cpu() for x in self._of(call, is_random) if x.dim() == 0]
+        return torch.stack(found) if found else torch.empty(0)
+
+    def _of(self, call: Call, is_random: bool) -> Sequence[torch.Tensor]:
         buffers = [(buffer, buffer.clone()) for buffer in self._module.buffers()]
         modes = [(part, part.training) for part in self._off]
         repeats = random_numbers_as_before(tree_leaves(call))
@@ -155,7 +200,7 @@ class _Look:
             for part, _ in modes:
                 part.training = False
             with torch.no_grad(), contextlib.nullcontext() if is_random else repeats:
-                found = self._compute(tree_map(_copy, call))  # a model may write to its input
+                found = list(self._compute(tree_map(_copy, call)))  # it may write to its input
                 self._after = torch.get_rng_state()
         finally:
             for part, mode in modes:
@@ -163,14 +208,14 @@ class _Look:
             with torch.no_grad():
                 for buffer, value in buffers:
                     buffer.copy_(value)
-        return [x for x in found if x.dim() > self._dim and x.shape[self._dim] == rows]
+        return found
 
     def _are_near(self, found: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> bool:
         """Whether two results are equal, up to rounding."""
         return all(map(self._is_near, found, own))
 
     def _is_near(self, found: torch.Tensor, own: torch.Tensor) -> bool:
-        limit = _COARSE if self._is_coarse else _TOLERANCE.get(own.dtype, _COARSE)
+        limit = _COARSE if self.is_coarse else _TOLERANCE.get(own.dtype, _COARSE)
         off = torch.linalg.vector_norm(found - own)
         return bool(off <= limit * torch.linalg.vector_norm(own))
 

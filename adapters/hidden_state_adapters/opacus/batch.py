@@ -190,7 +190,8 @@ class Taken:
                 f"step {step}: the model was called with another value of {kinds} than in the "
                 "first pass. It may come from the whole batch (its mean, its largest norm), which "
                 "no clip bounds. Compute it in the data set, the collate_fn or the model, from one "
-                "record; or declare with loop_maps_records=True that it does."
+                "record. If it is public (a rate that falls with the epochs), declare that with "
+                "loop_maps_records=True."
             )
 
     def judge(self, piece: Piece, values: Mapping[str, float]) -> None:

@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_adapters.opacus.apart import Call, Collated, losses_are_apart, records_are_apart
+from hidden_state_adapters.opacus.apart import (
+    Call,
+    Collated,
+    losses_add_up,
+    losses_are_apart,
+    records_are_apart,
+)
 from hidden_state_adapters.opacus.batch import Taken
 from hidden_state_adapters.opacus.frozen import FrozenPart
 from hidden_state_adapters.opacus.gradients import (
@@ -174,7 +180,14 @@ class Source:
             )
         if self._criterion is not None and self._dim == 0:
             self._has_apart_losses = self._look_at_criterion(piece)
-        return {"mixed": self._is_apart is False, "mixing_loss": self._has_apart_losses is False}
+        adds_up = None
+        if self._criterion is None and self._has_layers and self._dim == 0:
+            adds_up = losses_add_up(self._module, compute, call, piece.rows)
+        return {
+            "mixed": self._is_apart is False,
+            "mixing_loss": self._has_apart_losses is False,
+            "mixing_output": adds_up is False,
+        }
 
     def _look_at_criterion(self, piece: Piece) -> bool | None:
         try:
@@ -230,6 +243,15 @@ class Source:
                 "record does to those of others. Compute the loss of every record by itself, with "
                 'reduction="none", and take the mean over the records (docs/opacus.md, "The loss '
                 'of a record").'
+            )
+        if values.get("mixing_output"):
+            raise UnsupportedRunError(
+                f"step {piece.step}: a number that the model returns for a batch, such as its "
+                "loss, is not the mean or sum of those of both halves. In a mean over all tokens "
+                "that are no padding, with class weights, or of pairs, one record changes the "
+                "gradients of others, and no clip bounds that. Compute the loss of every record by "
+                "itself from the outputs, and take the mean over the records (docs/opacus.md, "
+                '"The loss of a record"). Return other numbers with .item().'
             )
         if values.get("other_inputs"):
             raise UnsupportedRunError(
