@@ -13,6 +13,7 @@ from hidden_state_accountants.bounds.chourasia_2021 import Langevin
 from hidden_state_accountants.bounds.composition import Composition
 from hidden_state_accountants.bounds.data_order import Reshuffled, ShuffledOnce
 from hidden_state_accountants.bounds.dice_sgd_2024 import DiceSgd
+from hidden_state_accountants.bounds.hidden_coins import HiddenCoins
 from hidden_state_accountants.bounds.hoelder import Hoelder
 from hidden_state_accountants.bounds.kong_ribero_2025 import KongRibero
 from hidden_state_accountants.bounds.overlapping_laws import OverlappingLaws
@@ -34,6 +35,7 @@ BOUNDS: tuple[Bound, ...] = (
     Reshuffled(),
     BallsInBins(),
     Subsampling(),
+    HiddenCoins(),
     DiceSgd(),
     DiceSgd("published"),
     ChienLi(),
@@ -56,6 +58,7 @@ __all__ = [
     "Citation",
     "Composition",
     "DiceSgd",
+    "HiddenCoins",
     "Hoelder",
     "KongRibero",
     "Langevin",

@@ -30,6 +30,7 @@ BOUNDS = (
     "reshuffled",
     "balls_in_bins",
     "subsampling",
+    "hidden_coins",
     "dice_sgd",
     "dice_sgd_published",
     "chien_li",

@@ -66,6 +66,8 @@ def test_the_best_is_no_worse_than_composition_with_the_same_gradients():
     assert {c.event.batch_order for c in found} == set(hsa.BatchOrder) - {
         BatchOrder.RESHUFFLED,
         BatchOrder.WITHOUT_REPLACEMENT,
+        BatchOrder.BALLS_IN_BINS,
+        BatchOrder.BALLS_IN_BINS_REDRAWN,
     }
 
 

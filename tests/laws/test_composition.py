@@ -172,7 +172,7 @@ def test_whatever_is_composed_has_no_curve_inside_another(order, relation, usual
 
 TABLE = [
     ("poisson", "replace_one", 1.3291, 1.9336, 1.3314),
-    ("without_replacement", "replace_special", 1.3157, 1.8013, 1.3162),
+    ("without_replacement", "replace_special", 1.2258, 1.5530, 1.2266),
     ("poisson", "replace_special", 0.6802, 0.9771, 0.6812),
     ("without_replacement", "replace_one", 2.2974, 3.2919, 2.2989),
 ]
@@ -193,7 +193,7 @@ def test_a_long_run_of_random_batches_composes(order, relation, once, twice, bes
     assert found == pytest.approx([once, twice, beside], rel=3e-3)
     assert found[1] == pytest.approx(export.get_epsilon_for_delta(1e-5), rel=1e-3)
     tiny = accountant_of([(event, 2)], relation)
-    assert tiny.get_epsilon(1e-12) < 2.3 * tiny.get_epsilon(1e-5)  # hidden iterates still count
+    assert tiny.get_epsilon(1e-12) < 2.6 * tiny.get_epsilon(1e-5)  # hidden iterates still count
     assert tiny.get_epsilon(1e-20) < math.inf
     groups = hsa.LastIterateAccountant(relation, group_size=2).compose(event)
     assert once < groups.get_epsilon(1e-5) < 2.5 * once

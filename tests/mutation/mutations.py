@@ -1327,6 +1327,61 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
+    "bounds/hidden_coins.py": {
+        "theorems/test_hidden_coins.py": {
+            "the_record_and_its_stand_in_move_as_much_as_one": (
+                "Places.of(weights, 2 * mus, factor * mus, factor * mus)",
+                "Places.of(weights, mus, factor * mus, factor * mus)",
+            ),
+            "the_other_run_is_the_one_with_stand_ins": (
+                "Places.of(weights, 2 * mus, factor * mus, factor * mus)",
+                "Places.of(weights, 2 * mus, factor * mus, 0 * mus)",
+            ),
+            "batches_of_a_fixed_size_move_nobody_else": (
+                "    if is_poisson:\n        return HiddenMixture",
+                "    if True:\n        return HiddenMixture",
+            ),
+            "a_coin_batch_is_never_too_large": (
+                "return process, event.overfull_delta(relation, largest)",
+                "return process, 0.0",
+            ),
+            "segments_of_coins_count_once": (
+                "curves.append((_curve(event, relation, law), count))",
+                "curves.append((_curve(event, relation, law), 1))",
+            ),
+        },
+    },
+    "bounds/solvers/coin_costs.py": {
+        "theorems/test_hidden_coins.py": {
+            "chunks_arise_at_their_first_step": (
+                "stages.append(_stage(law, float(h[start]), float(q[start])))",
+                "stages.append(_stage(law, float(h[stop - 1]), float(q[stop - 1])))",
+            ),
+            "chunks_have_their_smallest_mass": (
+                "steps.masses[start:stop].max())",
+                "steps.masses[start:stop].min())",
+            ),
+            "costs_round_down": ("np.ceil(costs / width)", "np.floor(costs / width)"),
+            "what_leaves_the_grid_of_costs_is_lost": (
+                "beyond += p * float(law[first:last, cells - cut :].sum())",
+                "pass",
+            ),
+            "what_is_carried_costs_nothing": ("x * (2 / h), x * (q / h)", "0 * x, x * (q / h)"),
+            "of_several_tails_the_first_counts": (
+                "above = np.minimum.accumulate(above)",
+                "above = np.minimum.accumulate(0.9 * above)",
+            ),
+        },
+    },
+    "bounds/solvers/cycle_costs.py": {
+        "theorems/test_hidden_coins.py": {
+            "cycles_leave_fewer_steps": (
+                "first = self.numbers[:rung] + 1",
+                "first = self.numbers[1 : rung + 1] + 1",
+            ),
+            "heads_are_shared_by_twice_the_steps": ("heads**2 / (low + 1)", "heads**2 / (low + 2)"),
+        },
+    },
     "bounds/balls_in_bins.py": {
         "theorems/test_balls_in_bins.py": {
             "a_record_that_is_zeroed_moves_half_as_much": (

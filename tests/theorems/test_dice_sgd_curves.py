@@ -28,7 +28,7 @@ def enumerate_patterns(order, steps, period, rate):
     if order in (Order.POISSON, Order.WITHOUT_REPLACEMENT):
         for joins in itertools.product([0, 1], repeat=steps):
             yield rate ** sum(joins) * (1 - rate) ** (steps - sum(joins)), joins
-    elif order is Order.RESHUFFLED:
+    elif order in (Order.RESHUFFLED, Order.BALLS_IN_BINS_REDRAWN):
         epochs = -(-steps // period)
         for places in itertools.product(range(period), repeat=epochs):
             yield (

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation
+from mixtures_of_gaussians import divergence
 from runs import cyclic_run, probe_run
 from scipy import special
 from shift_programs import least_squares_mu_squared
@@ -101,27 +102,6 @@ def test_few_of_many_places_round_up_by_little(monkeypatch):
 
 
 # --- exact laws of attacks ------------------------------------------------------------------------
-
-
-def divergence(first, second, deviation, epsilon):
-    """H_e between two mixtures of Gaussians of one variance, by half-lines and intervals.
-
-    A lower bound on it that is exact where the grid finds every sign change.
-    """
-    ends = np.concatenate([first, second])
-    grid = np.linspace(ends.min() - 9 * deviation, ends.max() + 9 * deviation, 3001)
-    density = [
-        np.exp(-(((grid[:, None] - m) / deviation) ** 2) / 2).mean(axis=1) for m in (first, second)
-    ]
-    is_inside = np.append(density[0] > math.exp(epsilon) * density[1], False)
-    changes = np.flatnonzero(np.diff(is_inside.astype(int), prepend=0))
-    edges = np.append(grid, np.inf)[changes].reshape(-1, 2)
-    edges[edges == grid[0]] = -np.inf
-    masses = [
-        special.ndtr((edges[:, :, None] - m) / deviation).mean(axis=2) @ [-1, 1]
-        for m in (first, second)
-    ]
-    return float(masses[0].sum() - math.exp(epsilon) * masses[1].sum())
 
 
 def linear_run(rng, relation, order="shuffled_once"):

@@ -19,6 +19,7 @@ _ROUNDING = 1e-7  # relative; more than all rounding errors of probabilities and
 _NEGLIGIBLE = 1e-19  # probability that is moved to the largest level, per class of weights
 _REST = 1e-3  # of the mean or the largest weight: weights that are added as if they all counted
 _FINER = 1 / 2  # weights below the largest one by a factor f are rounded f**_FINER times as much
+_LEAST = 1e-4  # share of the largest level that smaller ones are rounded up to
 _BULK, _TAIL = 1e-6, 1e-16  # survival probabilities where the bulk ends, and where the levels do
 
 
@@ -40,6 +41,17 @@ class DistanceLaw:
     def certain(cls, level: float) -> DistanceLaw:
         """All mass at one level."""
         return cls(np.array([level]), np.ones(1))
+
+    def on_geometric_levels(self, ratio: float) -> DistanceLaw:
+        """The same law with positive levels rounded up to powers of a ratio times the largest."""
+        top, levels = float(self.levels[-1]), self.levels
+        if not top > 0:
+            return self
+        powers = np.floor(np.log(top / np.maximum(levels, _LEAST * top)) / math.log(ratio))
+        used, index = np.unique(np.where(levels > 0, powers, np.inf), return_inverse=True)
+        rounded = np.maximum(top * ratio ** -used[::-1], 0.0)
+        probabilities = np.bincount(index, self.probabilities)[::-1]
+        return DistanceLaw(rounded * (1 + _ROUNDING), probabilities, self.rare)
 
 
 def law_of_sum(

@@ -1,0 +1,191 @@
+r"""Theorems E and F for random batches (Poisson, without replacement): the coins stay secret.
+
+Theorem A gives the distance mu(b) of the runs with the record and without it for the pattern b of
+batches that hold the record. An attacker does not know the pattern: what counts is the mixture over
+its law (docs/theory/hidden_coins.md). In batches of a fixed size another record stands in where the
+record is missing, and the coins decide whether the two change places (docs/theory/hidden_place.md).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import attrs
+import numpy as np
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
+from hidden_state_accountants.bounds.solvers import coin_costs, cycle_costs
+from hidden_state_accountants.bounds.solvers.distance_law import DistanceLaw
+from hidden_state_accountants.curves.base import (
+    ComposableCurve,
+    GaussianCurve,
+    GaussianMixtureCurve,
+    with_delta,
+)
+from hidden_state_accountants.curves.composed import compose_curves
+from hidden_state_accountants.curves.hidden_mixture import HiddenMixtureCurve
+from hidden_state_accountants.curves.hidden_place import HiddenPlaceCurve, Places
+from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.process import conditions
+from hidden_state_accountants.process.conditions import Unmet
+from hidden_state_accountants.process.noisy_process import NoisyProcess, noisy_process
+from hidden_state_accountants.process.stretching import largest_size
+
+_REPLACE_ONE = NeighboringRelation.REPLACE_ONE
+_REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
+_FAILURE = 1e-15  # probability that a batch is larger than any that is reckoned with
+_MOST_NOISE = {BatchOrder.POISSON: 1.25, BatchOrder.WITHOUT_REPLACEMENT: 2.5}
+_MOST_SHAPES = 3  # of segments
+_NEARLY_ONE = 0.3, 3.0  # T (1 - c) up to which the law for c = 1 is enough, and is asked
+_FORGOTTEN = 1e-12  # share of a step that equal ones before may leave
+_MOST_STEPS = 2_000_000  # that are looked at one by one
+_FINE, _COARSE = 1.004, 1.01  # ratios of neighbouring levels: of a mixture, and of places
+
+
+@attrs.frozen
+class HiddenCoins(HiddenStateBound):
+    """Theorem E for POISSON and Theorem F for WITHOUT_REPLACEMENT.
+
+    Formal guarantees:
+      - Relation: all three for POISSON; REPLACE_SPECIAL and REPLACE_ONE for WITHOUT_REPLACEMENT.
+        Both directions.
+      - Released: the last iterate and those after `release_steps`, whose segments compose: every
+        step has coins of its own.
+      - POISSON: the moduli are those of the largest batch, in every step. The probability of a
+        larger one (a cap that acts included) adds to delta.
+      - The law of the distance is rounded up: 2 to 10 percent of epsilon.
+      - Not asked where Theorem C is smaller (noise multipliers above 1.25, or 2.5 without
+        replacement), for a curvature of batches, microbatches and segments of more than three
+        lengths. A bounded domain is not used.
+      - Assumptions: Theorem A's, in batches without replacement for every record; batches
+        independent of the data and never published.
+
+    Source: this project, Theorems E and F (docs/theory/hidden_coins.md).
+    """
+
+    key = "hidden_coins"
+    orders = (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
+    paper = Citation(
+        "Bok, Su, Altschuler 2024", "shifted interpolation with secret batches", "2403.00278"
+    )
+
+    def conditions(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
+        """Random batches of a loss with a linear modulus, and little noise."""
+        unmet = [
+            *conditions.batches(event, relation, self.orders),
+            *conditions.declared_loss(event),
+            *conditions.linear_modulus(event.loss),
+        ]
+        if unmet:
+            return unmet
+        assert event.loss is not None
+        noise, most = _noise_multiplier(event), _MOST_NOISE[event.batch_order]
+        shapes = len(_segments(event))
+        return [
+            *conditions.unless(noise <= most, "noise multiplier", f"at most {most}", f"{noise:g}"),
+            *conditions.unless(
+                event.sampling_probability < 1, "sampling probability", "below 1", "1"
+            ),
+            *conditions.unless(
+                event.loss.curvature is None, "loss", "no curvature of batches", "one"
+            ),
+            *conditions.unless(
+                not event.is_microbatched, "microbatches", "of one example", "larger ones"
+            ),
+            *conditions.unless(
+                shapes <= _MOST_SHAPES,
+                "release_steps",
+                f"segments of at most {_MOST_SHAPES} kinds",
+                f"{shapes}",
+            ),
+        ]
+
+    def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
+        """The segments between releases, each with the law of its coins."""
+        process, failure = _of_one_record(event, relation)
+        curves: list[tuple[ComposableCurve, int]] = []
+        for (start, stop), count in _segments(event).items():
+            law = _law(process, start, stop, event.sampling_probability)
+            if law is None:
+                return Proof(GaussianCurve(math.inf), self.cited("Theorem A"))
+            failure += count * law.rare
+            curves.append((_curve(event, relation, law), count))
+        theorem = "E" if event.batch_order is BatchOrder.POISSON else "F"
+        return Proof(
+            curve=with_delta(compose_curves(curves), failure),
+            theorem=f"Theorem {theorem} on {self.cited('Theorem A')}: the coins stay secret",
+        )
+
+
+def _noise_multiplier(event: LastIterateDpEvent) -> float:
+    """The largest noise multiplier of a step."""
+    steps = event.one_step_if_constant()
+    return float(np.max(steps.noise_std_on_sum() / steps.gradient_bound()))
+
+
+def _segments(event: LastIterateDpEvent) -> Counter[tuple[int, int]]:
+    """Segments between releases, and how many are alike."""
+    ends = itertools.pairwise((0, *event.release_steps, event.num_steps))
+    if event.has_schedules:
+        return Counter(ends)
+    return Counter((0, stop - start) for start, stop in ends)
+
+
+def _of_one_record(
+    event: LastIterateDpEvent, relation: NeighboringRelation
+) -> tuple[NoisyProcess, float]:
+    """The process of a record that is there or is not, and how probable a larger batch is."""
+    relation_to_none = _REPLACE_SPECIAL if relation is _REPLACE_ONE else relation
+    if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
+        return noisy_process(event, relation_to_none), 0.0
+    largest = largest_size(event, relation, _FAILURE)
+    process = noisy_process(event, relation_to_none, largest)
+    return process, event.overfull_delta(relation, largest)
+
+
+def _law(process: NoisyProcess, start: int, stop: int, rate: float) -> DistanceLaw | None:
+    """The law of mu in a segment; None where no noise or no number is large enough."""
+    steps = slice(start, stop)
+    tails = []
+    c, shifts, noise = (
+        array[steps] for array in (process.contraction, process.sensitivity, process.noise_std)
+    )
+    if not noise[-1] > 0:
+        return None
+    forgets = (stop - start) * float(1 - c[0]) if process.is_constant else math.inf
+    if 0 <= forgets <= _NEARLY_ONE[1]:  # moduli of 1 are no smaller
+        found = cycle_costs.tails(stop - start, rate)
+        unit = float(shifts[0] / noise[0]) ** 2
+        tails += [(levels * unit, tail) for levels, tail in found]
+    if tails and forgets <= _NEARLY_ONE[0]:
+        return coin_costs.law_of_tails(tails)
+    initial = 0.0
+    if process.is_constant and c[0] < 1:
+        last = math.ceil(math.log(_FORGOTTEN * (1 - c[0])) / math.log(max(c[0], 1e-300))) + 1
+        if last < len(c):
+            initial = float(shifts[0] / (1 - c[0]))
+            c, shifts, noise = c[-last:], shifts[-last:], noise[-last:]
+    if len(c) <= _MOST_STEPS:
+        coins = coin_costs.CoinSteps.of(c, shifts, noise, rate, initial)
+        tails += [] if coins is None else coin_costs.tails(coins)
+    return coin_costs.law_of_tails(tails) if tails else None
+
+
+def _curve(
+    event: LastIterateDpEvent, relation: NeighboringRelation, law: DistanceLaw
+) -> ComposableCurve:
+    """Theorem E or F of a law; what is `rare` has the largest distance."""
+    is_replaced = relation is _REPLACE_ONE
+    is_poisson = event.batch_order is BatchOrder.POISSON
+    law = law.on_geometric_levels(_FINE if is_poisson else _COARSE)
+    weights, mus = law.probabilities.copy(), law.levels
+    weights[-1] += law.rare
+    if is_poisson:
+        return HiddenMixtureCurve(weights, mus, is_replaced=is_replaced)
+    factor = 2.0 if is_replaced else 1.0
+    places = Places.of(weights, 2 * mus, factor * mus, factor * mus)
+    return HiddenPlaceCurve((places,), GaussianMixtureCurve(weights, factor * mus))
