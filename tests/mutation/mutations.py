@@ -253,8 +253,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "False and self._are_near",
             ),
             "models_with_dropout_are_not_looked_at": (
-                "if isinstance(part, _DropoutNd)",
-                "if part is None",
+                "for part in parts if isinstance(part, _DropoutNd)",
+                "for part in parts if part is None",
             ),
             "collate_functions_are_not_looked_at": (
                 "if not self.is_custom:",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -79,7 +80,9 @@ def read(figures: Mapping[str, Figure]) -> dict[str, float]:
             tensors[name] = figure
     for device in {v.device for v in tensors.values()}:
         names = [k for k, v in tensors.items() if v.device == device]
-        together = torch.stack([tensors[k].to(torch.float64) for k in names])
+        types = (tensors[k].dtype for k in names)
+        kind = functools.reduce(torch.promote_types, types, torch.float32)  # not all have float64
+        together = torch.stack([tensors[k].to(kind) for k in names])
         values.update(zip(names, together.tolist(), strict=True))
     return values
 

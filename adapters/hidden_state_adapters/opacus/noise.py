@@ -28,7 +28,7 @@ SECURE_NOISE = Assumption.declared(
     "secure_mode: its generator reads the operating system's cryptographic source"
 )
 
-_DEVICES = ("cpu", "cuda")
+_KNOWN = ("cpu", "cuda")  # types of devices whose state can be drawn in full
 _WORDS = 624  # of a Mersenne Twister
 _PLACE = slice(24, 24 + 8 * _WORDS)  # of the words in the bytes of torch's state
 
@@ -41,14 +41,18 @@ class OwnGenerator(torch.Generator):
 
     On a CPU all 19937 bits of the Mersenne Twister are drawn: `manual_seed` reads 32 bits of a seed
     there, and so few can all be tried. On a CUDA device Philox gets a seed of 64 bits, the most
-    that it takes, and an offset of 60 bits (in multiples of 4, as it wants them). Neither is
-    cryptographic: `secure_mode` is.
+    that it takes, and an offset of 60 bits (in multiples of 4, as it wants them). On any other
+    device the seed has the 64 bits that `manual_seed` takes. None of them is cryptographic:
+    `secure_mode` is.
 
     Args:
-        device: "cpu" or a CUDA device.
+        device: Any device for which torch makes generators.
     """
 
     def __init__(self, device: torch.device):
+        if self.device.type not in _KNOWN:
+            super().manual_seed(secrets.randbits(64))
+            return
         state = super().get_state()
         if self.device.type == "cpu":
             words = np.frombuffer(os.urandom(4 * _WORDS), dtype=np.uint32).astype(np.uint64)
@@ -106,10 +110,10 @@ def check_noise_source(
             "the noise of a run. Move the model before make_private."
         )
     for device in devices:
-        if device.type not in _DEVICES:
+        if device.type not in _KNOWN and not _makes_generators(device):
             raise UnsupportedRunError(
-                f"Expected parameters on the CPU or on a CUDA device, got {device}: private noise "
-                "is not supported there. Move the model before make_private, with "
+                f"Expected parameters where torch draws random numbers, got {device}: private "
+                "noise is not supported there. Move the model before make_private, with "
                 'model.to("cpu").'
             )
         if generator is not None and not is_secure and not _serves(generator.device, device):
@@ -118,6 +122,14 @@ def check_noise_source(
                 f"{generator.device}. Leave it out, or make it with torch.Generator({str(device)!r}"
                 ")."
             )
+
+
+def _makes_generators(device: torch.device) -> bool:
+    try:
+        torch.Generator(device)
+    except (RuntimeError, NotImplementedError, AssertionError):  # each backend has its own
+        return False
+    return True
 
 
 def _serves(own: torch.device, device: torch.device) -> bool:
