@@ -93,9 +93,9 @@ class Target:
         return self.share(_STATISTICS).noise_multiplier * math.sqrt(columns) / records <= 1
 
     def whitening_pays(self, records: int, columns: int) -> bool:
-        """Whether the noise in a covariance leaves much of it: by public numbers alone."""
+        """Whether the noise leaves much of means and covariance: by public numbers alone."""
         std = self.share(_COVARIANCE).noise_multiplier * moment_bound(self.relation)
-        return noise_is_short(std, records, columns)
+        return self.centring_pays(records, columns) and noise_is_short(std, records, columns)
 
     def temperature_pays(self, records: int) -> bool:
         """Whether the noise in the mean losses is small: by public numbers alone."""

@@ -1,4 +1,4 @@
-r"""Whitening: directions in which rows vary little count as much as those in which they vary a lot.
+r"""Whitening: directions in which rows vary little count nearly as much as those of much variance.
 
 Of rows :math:`u` with :math:`|u| \le 1` the sum of :math:`u u^T` is released once, with noise, or
 it is that of public rows. One row moves it by at most 1 in Frobenius norm when it is replaced by
@@ -13,6 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from dp_accounting import NeighboringRelation
 
+_POWER = 0.3  # of the eigenvalues: with 1/2 directions of nothing get as much noise as the others
 _RIDGE = 0.01  # of the mean eigenvalue, added to every one
 _FLOOR = 0.3  # of the length of the noise: smaller eigenvalues are mostly noise
 _MOST_NOISE = 10.0  # its length, in mean eigenvalues: with more nothing of the moment is left
@@ -62,7 +63,7 @@ def noisy_moment(total: np.ndarray, std: float, normal: Normal) -> np.ndarray:
 
 
 def whitening(moment: np.ndarray, length: float = 0.0) -> np.ndarray:
-    """The symmetric matrix W that makes the moments of rows u @ W as even as they are known.
+    """The symmetric matrix W that makes the moments of rows u @ W more even, as they are known.
 
     About 1 is the mean of the squared norm of u @ W.
 
@@ -73,9 +74,10 @@ def whitening(moment: np.ndarray, length: float = 0.0) -> np.ndarray:
     values, vectors = np.linalg.eigh(moment)
     floored = np.maximum(values, _FLOOR * length)
     floored = floored + max(_RIDGE * float(floored.mean()), np.finfo(float).tiny)
+    factors = floored**-_POWER
     trace = min(max(float(values.sum()), _LEAST_TRACE), 1.0)
-    square = max(float((_of_sum(values, trace) / floored).sum()), np.finfo(float).tiny)
-    return np.asarray((vectors / np.sqrt(square * floored)) @ vectors.T)
+    square = max(float((_of_sum(values, trace) * factors**2).sum()), np.finfo(float).tiny)
+    return np.asarray((vectors * (factors / np.sqrt(square))) @ vectors.T)
 
 
 def _of_sum(values: np.ndarray, total: float) -> np.ndarray:

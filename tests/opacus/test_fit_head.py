@@ -40,14 +40,14 @@ def fitted(x=X, y=LABELS, **changes):
     ("classes", "preprocessing", "public"),
     [(2, "whiten", None), (3, "whiten", None), (3, "auto", X[:50]), (3, "center", None)],
 )
-def test_without_noise_it_is_the_estimator(
-    silent, classes, preprocessing, public, relation, monkeypatch
-):
-    if preprocessing == "center":
-        monkeypatch.setattr("hidden_state_adapters.whitening._MOST_NOISE", 0.0)
+def test_without_noise_it_is_the_estimator(silent, classes, preprocessing, public, relation):
     y = np.minimum(Y, classes - 1)
     head, guarantee = fitted(
-        y=torch.tensor(y), classes=classes, neighboring_relation=relation, public_features=public
+        y=torch.tensor(y),
+        classes=classes,
+        neighboring_relation=relation,
+        public_features=public,
+        whiten=preprocessing != "center",
     )
     model = PrivateClassifier(
         3.0,
@@ -90,6 +90,14 @@ def test_the_head_is_of_the_kind_of_the_features(dtype):
     text = guarantee.explain()
     assert "the mean of the features was released once" in text
     assert "a network that did not see these records" in text
+
+
+def test_features_are_centred_where_noise_would_hide_their_covariance():
+    x = torch.nn.functional.normalize(torch.tensor(rng.normal(size=(N, 40))))
+    texts = [fitted(x, epsilon=epsilon)[1].explain() for epsilon in (3.0, 0.5)]
+    assert ["second moment" in text for text in texts] == [True, False]
+    assert all("mean of the features was released" in text for text in texts)
+    assert "was released once" not in fitted(epsilon=0.02, calibrate=False)[1].explain()
 
 
 def test_all_that_is_drawn_has_the_std_of_the_accounted_event(monkeypatch):

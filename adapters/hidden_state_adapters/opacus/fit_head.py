@@ -45,6 +45,7 @@ def fit_head(
     target_bounds: tuple[float, float] | None = None,
     feature_norm: float = 1.0,
     public_features: Tensor | None = None,
+    whiten: bool = True,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     calibrate: bool = True,
     verbose: bool = False,
@@ -78,6 +79,8 @@ def fit_head(
         feature_norm: The norm of every record.
         public_features: Features of public data that look like the records, by the same network,
             of norm `feature_norm`; about as many as columns, or more. Nothing of them is protected.
+        whiten: Whether a covariance is released. Without it, as is better for raw pixels, the
+            features are centred.
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one without gradient) or
             REPLACE_ONE.
         calibrate: Whether one temperature is released, with noise and accounted, so that the
@@ -119,7 +122,7 @@ def fit_head(
         constant,
         releases and target.centring_pays(*shape),
         classes is not None and calibrate,
-        releases and target.whitening_pays(*shape),
+        releases and whiten and target.whitening_pays(*shape),
         **options,
     )
     recipe.spend()
