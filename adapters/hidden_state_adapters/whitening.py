@@ -76,7 +76,7 @@ def whitening(moment: np.ndarray, length: float = 0.0) -> np.ndarray:
     floored = floored + max(_RIDGE * float(floored.mean()), np.finfo(float).tiny)
     factors = floored**-_POWER
     trace = min(max(float(values.sum()), _LEAST_TRACE), 1.0)
-    square = max(float((_of_sum(values, trace) * factors**2).sum()), np.finfo(float).tiny)
+    square = max(float((_of_sum(values, trace) * factors**2).sum()), float(np.finfo(float).tiny))
     return np.asarray((vectors * (factors / np.sqrt(square))) @ vectors.T)
 
 
