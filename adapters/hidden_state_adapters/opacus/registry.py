@@ -116,7 +116,7 @@ class Lineage:
                 reasons = filter(None, [run.failure, *self.refusals])
                 yield {**run.state_dict(), "refused": " ".join(reasons)}
         if self.undeclared:
-            what = f"{self.undeclared} steps of a PrivacyEngine were not declared (declare_run)"
+            what = f"{self.undeclared} steps of a PrivacyEngine were not declared (declare_run)."
             yield {"run_id": self.id, "num_steps": self.undeclared, "refused": what}
 
     def __reduce__(self) -> tuple[Any, ...]:
