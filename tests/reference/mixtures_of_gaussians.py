@@ -5,6 +5,8 @@ import math
 import numpy as np
 from scipy import special
 
+import hidden_state_accountants as hsa
+
 
 def divergence(first, second, deviation, epsilon, weights=None):
     """H_e between two mixtures of Gaussians of one variance, by half-lines and intervals.
@@ -28,3 +30,37 @@ def divergence(first, second, deviation, epsilon, weights=None):
         special.ndtr((edges[:, :, None] - m) / deviation) @ of(m) @ [-1, 1] for m in (first, second)
     ]
     return float(masses[0].sum() - math.exp(epsilon) * masses[1].sum())
+
+
+def half_lines(first, second, weights, epsilon):
+    """A lower bound on H_e between two mixtures of N(m, 1): the best half-line of a grid."""
+    ends = np.concatenate([first, second])
+    y = np.linspace(ends.min() - 12, ends.max() + 12, 1501)[:, None]
+    best = 0.0
+    for sign in (1, -1):
+        p, q = (special.ndtr(sign * (m - y)) @ weights for m in (first, second))
+        best = max(best, float((p - math.exp(epsilon) * q).max()))
+    return best
+
+
+def random_linear_run(rng, order, *, is_redrawn):
+    """A random run, the scale of its iterates' law, and what a slope of 1 moves them by.
+
+    Returns:
+        The run, the standard deviation, and the moves by epoch and batch.
+    """
+    period, steps = int(rng.integers(1, 7)), int(rng.integers(1, 13))
+    if is_redrawn:
+        period, steps = int(rng.integers(2, 5)), int(rng.integers(1, 11))
+    rates = np.exp(rng.normal(size=steps) * rng.choice([0.0, 1.5]))
+    noise = np.exp(rng.normal(size=steps) * rng.choice([0.0, 0.7])) * rng.choice([0.3, 1.0, 2.0])
+    run = hsa.LastIterateDpEvent(
+        noise_multiplier=noise, learning_rate=rates, clip_norm=1.0, batch_size=2,
+        dataset_size=2 * period, num_steps=steps, batch_order=order,
+        loss=hsa.LossGeometry.linear(1.0),
+        weight_decay=float(rng.choice([0.0, rng.uniform(0, 1) / rates.max()])),
+    )  # fmt: skip
+    kept = np.append(np.cumprod((1 - rates * run.weight_decay)[:0:-1])[::-1], 1.0)
+    deviation = math.sqrt(((kept * rates * noise / 2) ** 2).sum())
+    by_epoch = np.pad(kept * rates / 2, (0, -steps % period)).reshape(-1, period)
+    return run, deviation, by_epoch

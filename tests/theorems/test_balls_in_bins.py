@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation
+from mixtures_of_gaussians import half_lines, random_linear_run
 from runs import cyclic_run, probe_run
 from scipy import integrate, special
 
@@ -26,33 +27,10 @@ RELATIONS = pytest.mark.parametrize("relation", [SPECIAL, ONE], ids=lambda r: r.
 ORDERS = pytest.mark.parametrize("order", [ONCE, REDRAWN])
 
 
-def half_lines(first, second, weights, epsilon):
-    """A lower bound on H_e between two mixtures of N(m, 1): the best half-line of a grid."""
-    ends = np.concatenate([first, second])
-    y = np.linspace(ends.min() - 12, ends.max() + 12, 1501)[:, None]
-    best = 0.0
-    for sign in (1, -1):
-        p, q = (special.ndtr(sign * (m - y)) @ weights for m in (first, second))
-        best = max(best, float((p - math.exp(epsilon) * q).max()))
-    return best
-
-
 def linear_run(rng, order):
     """A random run, and the shift of its last iterate for each pattern of a record of slope 1."""
-    period, steps = int(rng.integers(1, 7)), int(rng.integers(1, 13))
-    if order == REDRAWN:
-        period, steps = int(rng.integers(2, 5)), int(rng.integers(1, 11))
-    rates = np.exp(rng.normal(size=steps) * rng.choice([0.0, 1.5]))
-    noise = np.exp(rng.normal(size=steps) * rng.choice([0.0, 0.7])) * rng.choice([0.3, 1.0, 2.0])
-    run = hsa.LastIterateDpEvent(
-        noise_multiplier=noise, learning_rate=rates, clip_norm=1.0, batch_size=2,
-        dataset_size=2 * period, num_steps=steps, batch_order=order,
-        loss=hsa.LossGeometry.linear(1.0),
-        weight_decay=float(rng.choice([0.0, rng.uniform(0, 1) / rates.max()])),
-    )  # fmt: skip
-    kept = np.append(np.cumprod((1 - rates * run.weight_decay)[:0:-1])[::-1], 1.0)
-    deviation = math.sqrt(((kept * rates * noise / 2) ** 2).sum())
-    by_epoch = np.pad(kept * rates / 2, (0, -steps % period)).reshape(-1, period) / deviation
+    run, deviation, by_epoch = random_linear_run(rng, order, is_redrawn=order == REDRAWN)
+    by_epoch = by_epoch / deviation
     if order == REDRAWN:
         return run, np.array([sum(chosen) for chosen in itertools.product(*by_epoch)])
     return run, by_epoch.sum(axis=0)

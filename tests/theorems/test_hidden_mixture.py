@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from cases import seeds
 from dp_accounting.pld import PLDAccountant
-from scipy import special
+from mixtures_of_gaussians import half_lines
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.curves import profiles
@@ -162,17 +162,6 @@ def test_the_event_that_is_exported_has_the_curve():
 
 
 # --- exact laws of attacks ------------------------------------------------------------------------
-
-
-def half_lines(first, second, weights, epsilon):
-    """A lower bound on H_e between two mixtures of N(m, 1): the best half-line of a grid."""
-    ends = np.concatenate([first, second])
-    y = np.linspace(ends.min() - 12, ends.max() + 12, 1501)[:, None]
-    best = 0.0
-    for sign in (1, -1):
-        p, q = (special.ndtr(sign * (m - y)) @ weights for m in (first, second))
-        best = max(best, float((p - math.exp(epsilon) * q).max()))
-    return best
 
 
 def patterns_of(rng):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation
-from mixtures_of_gaussians import divergence
+from mixtures_of_gaussians import divergence, random_linear_run
 from runs import cyclic_run, probe_run
 from scipy import special
 from shift_programs import least_squares_mu_squared
@@ -109,21 +109,9 @@ def linear_run(rng, relation, order="shuffled_once"):
 
     All losses are linear: the record has slope 1, its replacement `other`, and everybody else `g`.
     """
-    period, steps = int(rng.integers(1, 7)), int(rng.integers(1, 13))
-    if order == "reshuffled":
-        period, steps = int(rng.integers(2, 5)), int(rng.integers(1, 11))
-    rates = np.exp(rng.normal(size=steps) * rng.choice([0.0, 1.5]))
-    noise = np.exp(rng.normal(size=steps) * rng.choice([0.0, 0.7])) * rng.choice([0.3, 1.0, 2.0])
-    run = hsa.LastIterateDpEvent(
-        noise_multiplier=noise, learning_rate=rates, clip_norm=1.0, batch_size=2,
-        dataset_size=2 * period, num_steps=steps, batch_order=order,
-        loss=hsa.LossGeometry.linear(1.0),
-        weight_decay=float(rng.choice([0.0, rng.uniform(0, 1) / rates.max()])),
-    )  # fmt: skip
-    kept = np.append(np.cumprod((1 - rates * run.weight_decay)[:0:-1])[::-1], 1.0)
-    deviation = math.sqrt(((kept * rates * noise / 2) ** 2).sum())
-    by_epoch = np.pad(kept * rates / 2, (0, -steps % period)).reshape(-1, period)
-    if order == "reshuffled":
+    is_redrawn = order == "reshuffled"
+    run, deviation, by_epoch = random_linear_run(rng, order, is_redrawn=is_redrawn)
+    if is_redrawn:
         moves = np.array([sum(chosen) for chosen in itertools.product(*by_epoch)])
     else:
         moves = by_epoch.sum(axis=0)

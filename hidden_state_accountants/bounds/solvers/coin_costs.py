@@ -164,6 +164,7 @@ class _Walk:
         profile = (weights / weights[-1]) ** power
         h, q = np.cumsum(steps.weights * profile), np.cumsum(steps.weights * profile**2)
         near = min(len(weights), 1 + int(np.searchsorted(weights, _NEAR * weights[-1])))
+        last = min(near, len(weights) - 1)  # where the far steps arise
         stages, rare = [], 0.0
         for start, stop in _chunks(steps.masses[:near]):
             each = np.full(stop - start, steps.masses[start:stop].max())
@@ -175,10 +176,9 @@ class _Walk:
             largest = float(far.sum()) + steps.certain
             law = law_of_sum(far, steps.rate, largest, _FAR_PRECISION, steps.certain)
             law = fewer_levels(law, _FAR_LEVELS)
-            last = min(near, len(weights) - 1)
             stages.append(_stage(law, float(h[last]), float(q[last])))
             rare += law.rare
-        return cls(stages, rare, float(q[min(near, len(weights) - 1)]))
+        return cls(stages, rare, float(q[last]))
 
     @property
     def cost_of_one(self) -> float:
