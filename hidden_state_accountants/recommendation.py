@@ -53,10 +53,9 @@ from hidden_state_accountants.figures import round_up, text_up
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.losses.envelope import LEAST_SOFTMAX_CLIP_NORM as LEAST_CLIP_NORM
 from hidden_state_accountants.losses.envelope import check_clip_norm, envelope_smoothing
-from hidden_state_accountants.process.stretching import largest_size
+from hidden_state_accountants.process.stretching import likely_size
 
 ORDERS = (BatchOrder.POISSON, BatchOrder.FULL, BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
-_RARE = 1e-15  # probability of a batch that is larger than reckoned with
 _NAMED = (*ORDERS, BatchOrder.BALLS_IN_BINS)
 _COMPOSED = (BatchOrder.POISSON, BatchOrder.FULL)
 _BATCHES = (4, 20, 100, 400)  # per epoch
@@ -484,7 +483,7 @@ class _Task:
         smoothing = None  # composition asks for nothing of the loss
         if not composed:
             # A large batch acts at a larger rate.
-            largest = largest_size(event, self.relation, _RARE) if has_bins else size
+            largest = likely_size(event, self.relation)[0] if has_bins else size
             smoothing = envelope_smoothing(
                 learning_rate * largest / size,
                 curvature=loss.curvature,

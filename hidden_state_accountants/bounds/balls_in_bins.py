@@ -37,10 +37,9 @@ from hidden_state_accountants.process.noisy_process import (
     noisy_process,
     unmet_conditions,
 )
-from hidden_state_accountants.process.stretching import largest_size
+from hidden_state_accountants.process.stretching import likely_size
 
 _Hidden = Callable[[GaussianMixtureCurve], Curve]
-_FAILURE = 1e-15  # probability of a batch that is larger than reckoned with, added to delta
 
 
 @attrs.frozen
@@ -105,11 +104,11 @@ def _process(
 ) -> tuple[NoisyProcess, float]:
     """With moduli of all sizes of batches but rare ones, and the probability of those."""
     every = noisy_process(event, relation, event.dataset_size + 1)
-    largest = largest_size(event, relation, _FAILURE)
+    largest, failure = likely_size(event, relation)
     likely = noisy_process(event, relation, largest)
     if event.max_batch_size is None and np.array_equal(every.contraction, likely.contraction):
         return every, 0.0
-    return likely, event.overfull_delta(relation, largest)
+    return likely, failure
 
 
 def _law_of_one_draw(process: NoisyProcess) -> GaussianMixtureCurve:

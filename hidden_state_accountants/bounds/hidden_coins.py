@@ -33,11 +33,10 @@ from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process import conditions
 from hidden_state_accountants.process.conditions import Unmet
 from hidden_state_accountants.process.noisy_process import NoisyProcess, noisy_process
-from hidden_state_accountants.process.stretching import largest_size
+from hidden_state_accountants.process.stretching import likely_size
 
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
-_FAILURE = 1e-15  # probability that a batch is larger than any that is reckoned with
 _MOST_NOISE = {BatchOrder.POISSON: 1.25, BatchOrder.WITHOUT_REPLACEMENT: 2.5}
 _MOST_SHAPES = 3  # of segments
 _NEARLY_ONE = 0.3, 3.0  # T (1 - c) up to which the law for c = 1 is enough, and is asked
@@ -142,9 +141,8 @@ def _of_one_record(
     relation_to_none = _REPLACE_SPECIAL if relation is _REPLACE_ONE else relation
     if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
         return noisy_process(event, relation_to_none), 0.0
-    largest = largest_size(event, relation, _FAILURE)
-    process = noisy_process(event, relation_to_none, largest)
-    return process, event.overfull_delta(relation, largest)
+    largest, failure = likely_size(event, relation)
+    return noisy_process(event, relation_to_none, largest), failure
 
 
 def _law(process: NoisyProcess, start: int, stop: int, rate: float) -> DistanceLaw | None:

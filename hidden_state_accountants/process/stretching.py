@@ -37,6 +37,7 @@ _SAME = 1e-12  # moduli whose logarithms differ by less do not depend on the siz
 _RATIO = 1.7  # of neighbouring thetas
 _COARSER = 2  # lines for one of a rough bound
 _MOST_LOGS = 8_000_000  # thetas times steps
+_RARE = 1e-15  # probability of a batch that is larger than reckoned with
 
 
 @attrs.frozen
@@ -96,6 +97,12 @@ def largest_size(event: LastIterateDpEvent, relation: NeighboringRelation, failu
         key=lambda k: event.overfull_delta(relation, k) <= failure,
     )
     return size if event.max_batch_size is None else min(size, event.max_batch_size)
+
+
+def likely_size(event: LastIterateDpEvent, relation: NeighboringRelation) -> tuple[int, float]:
+    """The largest size of batches but for rare ones, and a bound on the probability of those."""
+    largest = largest_size(event, relation, _RARE)
+    return largest, event.overfull_delta(relation, largest)
 
 
 @attrs.frozen(eq=False)

@@ -1342,8 +1342,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "    if True:\n        return HiddenMixture",
             ),
             "a_coin_batch_is_never_too_large": (
-                "return process, event.overfull_delta(relation, largest)",
-                "return process, 0.0",
+                "return noisy_process(event, relation_to_none, largest), failure",
+                "return noisy_process(event, relation_to_none, largest), 0.0",
             ),
             "segments_of_coins_count_once": (
                 "curves.append((_curve(event, relation, law), count))",
@@ -1389,11 +1389,11 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "process.sensitivity / 2",
             ),
             "all_bins_hold_b_records": (
-                "largest = largest_size(event, relation, _FAILURE)",
-                "largest = event.batch_size",
+                "largest, failure = likely_size(event, relation)",
+                "largest, failure = event.batch_size, likely_size(event, relation)[1]",
             ),
             "bins_that_are_cut_cost_nothing": (
-                "return likely, event.overfull_delta(relation, largest)",
+                "return likely, failure",
                 "return likely, 0.0",
             ),
         },
