@@ -45,10 +45,6 @@ from hidden_state_accountants.ledger import (
     budget as budget,
 )
 from hidden_state_accountants.losses.envelope import envelope_smoothing as envelope_smoothing
-from hidden_state_accountants.process.batch_curvature import (
-    CurvatureRelease as CurvatureRelease,
-    release_curvature as release_curvature,
-)
 from hidden_state_accountants.process.noisy_process import (
     clipped_update_lipschitz as clipped_update_lipschitz,
 )

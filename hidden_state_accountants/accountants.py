@@ -105,7 +105,6 @@ class _Composed:
             citations=tuple(dict.fromkeys(c for g in guarantees for c in g.citations)),
             only_for=only_for,
             of_all_records=self._of_all_records if only_for else None,
-            only_for_pairs=joined("only_for_pairs"),
         )
 
     def _of_all_records(self) -> Guarantee:

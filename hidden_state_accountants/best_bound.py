@@ -56,11 +56,6 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
             name, best = other, guarantee
     reasons += [(other, "not smaller for this run") for other in found if other != name]
     known = list(found.values())
-    loss = getattr(event, "loss", None)
-    if loss is not None and loss.curvature_failure is not None:
-        # A released curvature says nothing at deltas below its failure.
-        surely = attrs.evolve(loss, curvature=None, curvature_failure=None)
-        known.append(best_guarantee(attrs.evolve(event, loss=surely), relation))
     curves = [g.curve for g in known if g is best or _may_be_joined(g, best)]
     best = attrs.evolve(best, curve=best_curve(curves), alternatives=tuple(reasons))
     if best.only_for:

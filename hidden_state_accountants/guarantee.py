@@ -120,7 +120,6 @@ class Guarantee:
         only_for: The records that the numbers are about; empty if they are about all.
         of_all_records: Makes the guarantee of all records where `only_for` names some.
         group_size: In how many records two data sets may differ.
-        only_for_pairs: Why nothing follows for data sets that differ in more; empty if it does.
     """
 
     curve: Curve
@@ -134,7 +133,6 @@ class Guarantee:
     only_for: str = ""
     of_all_records: Callable[[], Guarantee] | None = attrs.field(default=None, eq=False, repr=False)
     group_size: int = 1
-    only_for_pairs: str = ""
 
     @property
     def is_of_groups(self) -> bool:
@@ -222,7 +220,7 @@ class Guarantee:
         self._check_is_about_all(False)
         if size == 1:
             return self
-        reason = self.only_for_pairs
+        reason = ""
         if self.neighboring_relation is not NeighboringRelation.REPLACE_ONE:
             reason = (
                 f"it is for {self.neighboring_relation.name}, and what is declared about the loss "

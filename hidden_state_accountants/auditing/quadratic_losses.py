@@ -134,7 +134,7 @@ def _curvature_range(loss: LossGeometry | None) -> tuple[float, float]:
         return -math.inf, math.inf
     if loss.kind is LossKind.HOELDER:
         return -loss.smoothness, loss.smoothness
-    return loss.strong_convexity - loss.weak_convexity, loss.common_smoothness
+    return loss.strong_convexity - loss.weak_convexity, loss.smoothness
 
 
 def _curvatures(event: LastIterateDpEvent) -> list[float]:

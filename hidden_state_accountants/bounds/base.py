@@ -14,7 +14,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import validate
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.citation import Citation
-from hidden_state_accountants.curves.base import Curve, with_delta
+from hidden_state_accountants.curves.base import Curve
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -146,7 +146,6 @@ class Bound(abc.ABC):
             assumptions=replace_assumptions(common, *proof.assumptions),
             caveat=proof.caveat,
             citations=tuple(dict.fromkeys((self.citation, *proof.citations))),
-            only_for_pairs=_why_only_pairs(event),
         )
         if getattr(event, "record_position", None) is None:
             return guarantee
@@ -157,13 +156,6 @@ class Bound(abc.ABC):
             only_for=event.records,
             of_all_records=functools.partial(self.guarantee, everywhere, relation),
         )
-
-
-def _why_only_pairs(event: Any) -> str:
-    loss = getattr(event, "loss", None)
-    if loss is None or loss.curvature is None:
-        return ""
-    return "the curvature of batches is known for one of two neighbours, not for data sets between"
 
 
 @attrs.frozen
@@ -197,12 +189,3 @@ class HiddenStateBound(Bound):
     ) -> tuple[Assumption, ...]:
         """Loss, releases, schedules, divisor, domain and order of the batches."""
         return assumptions.of_hidden_iterates(event)
-
-    def guarantee_of(
-        self, event: LastIterateDpEvent, relation: NeighboringRelation, proof: Proof
-    ) -> Guarantee:
-        """As for every bound; what is known of the loss may hold with some probability only."""
-        failure = None if event.loss is None else event.loss.curvature_failure
-        if failure is not None:
-            proof = attrs.evolve(proof, curve=with_delta(proof.curve, failure))
-        return super().guarantee_of(event, relation, proof)

@@ -66,9 +66,9 @@ class ShuffledOnce(HiddenStateBound):
       - Released: the last iterate and those after `release_steps`. Releases are composed inside
         each position: they share the order.
       - Theorem F is asked with up to three homes of the record, and the smallest divergence counts
-        at every epsilon. It is not asked for losses with a curvature of batches, for microbatches,
-        and for sums of more than 120,000 terms (long schedules): there the mean over the positions
-        counts, which is never smaller. Renyi divergences are those of the mean.
+        at every epsilon. It is not asked for microbatches and for sums of more than 120,000 terms
+        (long schedules): there the mean over the positions counts, which is never smaller. Renyi
+        divergences are those of the mean.
       - Assumptions: Theorem A's, for every record, and that neither the order nor its seed is ever
         published.
 
@@ -164,10 +164,8 @@ def _hidden(
         between: B_k, shape (period,).
         initial: As for `hidden_places`.
     """
-    assert event.loss is not None
-    # A curvature may hold for some of the orders only; a missing record moves the mean of a
-    # microbatch by as much as another one.
-    if event.loss.curvature is not None or event.is_microbatched or not (between < math.inf).all():
+    # A missing record moves the mean of a microbatch by as much as another one.
+    if event.is_microbatched or not (between < math.inf).all():
         return None
     is_replaced = relation is NeighboringRelation.REPLACE_ONE
     places = hidden_places(process, between, is_replaced=is_replaced, initial=initial)

@@ -58,7 +58,7 @@ class HiddenCoins(HiddenStateBound):
         larger one (a cap that acts included) adds to delta.
       - The law of the distance is rounded up: 2 to 10 percent of epsilon.
       - Not asked where Theorem C is smaller (noise multipliers above 1.25, or 2.5 without
-        replacement), for a curvature of batches, microbatches and segments of more than three
+        replacement), for microbatches and segments of more than three
         lengths. A bounded domain is not used.
       - Assumptions: Theorem A's, in batches without replacement for every record; batches
         independent of the data and never published.
@@ -88,9 +88,6 @@ class HiddenCoins(HiddenStateBound):
             *conditions.unless(noise <= most, "noise multiplier", f"at most {most}", f"{noise:g}"),
             *conditions.unless(
                 event.sampling_probability < 1, "sampling probability", "below 1", "1"
-            ),
-            *conditions.unless(
-                event.loss.curvature is None, "loss", "no curvature of batches", "one"
             ),
             *conditions.unless(
                 not event.is_microbatched, "microbatches", "of one example", "larger ones"

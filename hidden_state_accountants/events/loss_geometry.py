@@ -49,11 +49,6 @@ class LossGeometry:
         exponent: The Hölder exponent in (0, 1]; 1 for every other kind.
         lipschitz: A bound on the norm of the per-example gradient (before clipping), or None. With
             ``lipschitz <= clip_norm`` clipping never acts.
-        curvature: K, a bound on the Hessian of the mean loss of EVERY batch of the run, on the data
-            set or on its neighbour; None if nothing better than `smoothness` is known. See
-            `with_curvature`.
-        curvature_failure: The probability that `curvature` does not hold, which adds to delta; None
-            if it certainly does.
     """
 
     kind: LossKind = attrs.field(converter=_kind)
@@ -66,10 +61,6 @@ class LossGeometry:
         default=1.0, validator=validate.checked(validate.real, above=0, maximum=1)
     )
     lipschitz: float | None = attrs.field(default=None, validator=validate.MAGNITUDE)
-    curvature: float | None = attrs.field(default=None, validator=validate.checked(validate.real))
-    curvature_failure: float | None = attrs.field(
-        default=None, validator=validate.checked(validate.real, minimum=0, maximum=1)
-    )
 
     def __attrs_post_init__(self) -> None:
         kind = self.kind
@@ -102,52 +93,6 @@ class LossGeometry:
                 "Expected smoothness = 0 and a lipschitz constant for a linear loss, "
                 f"got smoothness {self.smoothness!r} and lipschitz {self.lipschitz!r}."
             )
-        self._check_curvature()
-
-    def _check_curvature(self) -> None:
-        object.__setattr__(self, "curvature_failure", self.curvature_failure or None)
-        if self.curvature is None:
-            if self.curvature_failure is not None:
-                raise ValueError(
-                    "Expected curvature_failure = None without a curvature, got "
-                    f"{self.curvature_failure:g}."
-                )
-            return
-        if self.kind not in _CONVEX:
-            raise ValueError(
-                f"Expected curvature = None for a {self.kind.value} loss, got {self.curvature!r}. "
-                "The curvature of a batch is used of convex losses alone."
-            )
-        validate.real(
-            "curvature",
-            self.curvature,
-            minimum=self.strong_convexity,
-            maximum=self.smoothness,
-            remedy="It is a Hessian, in the units of smoothness: no mean loss of a batch has a "
-            "larger one than the losses of the records.",
-        )
-
-    def with_curvature(self, curvature: float, failure: float = 0.0) -> LossGeometry:
-        """The same losses, of which more is known: how curved the mean loss of a batch is.
-
-        Steps that do not expand may then be 2/curvature long instead of 2/smoothness. For a linear
-        model the curvature is at most the share lambda_max(X_S^T X_S)/(b B**2) of `smoothness`,
-        X_S the features of a batch and B the bound on their norms: `release_curvature` finds a
-        bound that is private. Used where clipping never acts, and for generalized linear models;
-        not for POISSON batches (docs/theory/curvature.md).
-
-        Args:
-            curvature: K >= 0; what is above `smoothness` is cut.
-            failure: The probability, over the batches and the noise of a release, that neither
-                the data set nor its neighbour has all batches within it. Adds to delta, once.
-
-        Under REPLACE_SPECIAL and ADD_OR_REMOVE_ONE the bound may be that of the data without the
-        record alone, of whose strong convexity 1 - 1/batch_size is left.
-        """
-        curvature = validate.real("curvature", curvature, minimum=0)
-        return attrs.evolve(
-            self, curvature=min(curvature, self.smoothness), curvature_failure=failure
-        )
 
     @property
     def is_convex(self) -> bool:
@@ -155,11 +100,6 @@ class LossGeometry:
         if self.kind is LossKind.WEAKLY_CONVEX:
             return self.weak_convexity == 0
         return self.kind in (*_CONVEX, LossKind.LINEAR)
-
-    @property
-    def common_smoothness(self) -> float:
-        """The largest curvature that all records of a batch may have at once."""
-        return self.smoothness if self.curvature is None else self.curvature
 
     @classmethod
     def convex(cls, smoothness: float, lipschitz: float | None = None) -> LossGeometry:
@@ -352,13 +292,7 @@ class LossGeometry:
             arguments.append(f"exponent={self.exponent!r}")
         if self.lipschitz is not None:
             arguments.append(f"lipschitz={self.lipschitz!r}")
-        made = f"LossGeometry.{self.kind.value}({', '.join(arguments)})"
-        if self.curvature is None:
-            return made
-        known = [repr(self.curvature)]
-        if self.curvature_failure:
-            known.append(f"failure={self.curvature_failure!r}")
-        return f"{made}.with_curvature({', '.join(known)})"
+        return f"LossGeometry.{self.kind.value}({', '.join(arguments)})"
 
     # dp_accounting serialises the parts of an event with the method of the same name.
     to_named_tuple = dp_event.DpEvent.to_named_tuple

@@ -61,11 +61,10 @@ def envelope_smoothing(
     bias: bool = False,
     weight_decay: float = 0.0,
     batch_stretch: float = 1.0,
-    batch_share: float = 1.0,
 ) -> float:
     r"""The least smoothing with which a step of a linear model stretches no distance.
 
-    .. math:: m = \max\Bigl(0,\; \frac{\eta k f F^2}{2 (1 - \eta w)} - \frac1M\Bigr)
+    .. math:: m = \max\Bigl(0,\; \frac{\eta k F^2}{2 (1 - \eta w)} - \frac1M\Bigr)
 
     Then the modulus of the update is c = 1 - learning_rate * weight_decay for every smaller
     learning rate as well, if the clip norm of the optimizer is not below the envelope's.
@@ -80,8 +79,6 @@ def envelope_smoothing(
         weight_decay: w, with learning_rate * weight_decay < 1.
         batch_stretch: k, how many times the batch size the largest batch may be: more than 1 for
             Poisson batches, whose gradients are divided by their mean size.
-        batch_share: f in (0, 1], the `share` of `release_curvature`, if the run is told of it by
-            `LossGeometry.with_curvature`; not for Poisson batches.
 
     Returns:
         m, to be passed as `smoothing`.
@@ -97,7 +94,6 @@ def envelope_smoothing(
         )
     curvature = validate.real("curvature", curvature, above=0, allow_inf=True)
     stretch = validate.real("batch_stretch", batch_stretch, minimum=1)
-    stretch *= validate.real("batch_share", batch_share, above=0, maximum=1)
     needed = rate * stretch * square_norm(feature_norm, bias) / (2 * (1 - rate * decay))
     # Rounded up, so that no rounding later makes the step longer than what was asked for.
     return max(0.0, needed * (1 + 1e-12) - 1 / curvature)

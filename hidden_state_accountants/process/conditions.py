@@ -82,22 +82,7 @@ def batches(
         *batch_order(event, orders),
         *neighboring_relation(event, relation, relations),
         *equal_batches(event),
-        *released_curvature(event, relation),
     ]
-
-
-def released_curvature(event: LastIterateDpEvent, relation: NeighboringRelation) -> Unmet:
-    """A bound on the curvature of the batches that was released is private under the relation.
-
-    The noise of `release_curvature` depends on the number of records.
-    """
-    is_released = event.loss is not None and event.loss.curvature_failure is not None
-    return unless(
-        not (is_released and relation is NeighboringRelation.ADD_OR_REMOVE_ONE),
-        "released curvature",
-        "REPLACE_SPECIAL or REPLACE_ONE (release_curvature takes the number of records for public)",
-        relation.name,
-    )
 
 
 def declared_loss(event: LastIterateDpEvent) -> Unmet:

@@ -19,7 +19,6 @@ from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.schedule import mapped
-from hidden_state_accountants.process.conditions import released_curvature
 
 _ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
@@ -48,7 +47,6 @@ def run_of_groups(
             "be in several batches. Leave record_position out."
         )
     if isinstance(event, LastIterateDpEvent):
-        _check_curvature(event, relation)
         if relation is _ADD_OR_REMOVE:
             event = _of_largest_data_set(event, size)
         if event.loss is None:
@@ -88,18 +86,10 @@ def run_of_cohorts(
         )
     if not isinstance(event, LastIterateDpEvent) or event.loss is None:
         return event
-    _check_curvature(event, relation)
-    loss = attrs.evolve(event.loss, curvature=None, curvature_failure=None)
+    loss = event.loss
     if loss.kind is LossKind.STRONGLY_CONVEX:
         loss = attrs.evolve(loss, kind=LossKind.CONVEX, strong_convexity=0.0)
     return attrs.evolve(event, loss=loss)
-
-
-def _check_curvature(event: LastIterateDpEvent, relation: NeighboringRelation) -> None:
-    """Before it is left out: its release is a part of what was seen."""
-    unmet = released_curvature(event, relation)
-    if unmet:
-        raise UnsupportedRunError("; ".join(map(str, unmet)))
 
 
 def _loss_between(
@@ -107,11 +97,6 @@ def _loss_between(
 ) -> LossGeometry:
     """What is true of every batch of one of two neighbours: up to size - 1 records have changed."""
     changed = (size - 1) / event.batch_size
-    if relation is _ADD_OR_REMOVE or changed > 1:
-        loss = attrs.evolve(loss, curvature=None, curvature_failure=None)
-    if loss.curvature is not None:
-        curvature = loss.curvature + changed * loss.smoothness
-        loss = attrs.evolve(loss, curvature=min(curvature, loss.smoothness))
     if loss.kind is not LossKind.STRONGLY_CONVEX or relation is _REPLACE_ONE:
         return loss
     # A record without gradient is convex, and not strongly; the mean of a batch is less so.

@@ -285,8 +285,6 @@ def noisy_process(
     else:
         contraction = np.full(len(eta), np.inf)
     terms = 2 * most_terms
-    if event.loss.curvature is not None:
-        contraction = np.minimum(contraction, _of_curvature(event, relation, event.loss.curvature))
     if event.batch_order in OF_RANDOM_SIZE:
         contraction = np.maximum(contraction, np.abs(1 - eta * decay))
     elif relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
@@ -315,26 +313,3 @@ def _shrunk_before(event: LastIterateDpEvent) -> np.ndarray:
     """
     shrunk = 1 / (1 + event.per_step("learning_rate") * event.prox_strong_convexity)
     return shrunk if len(shrunk) == 1 else np.concatenate([[1.0], shrunk[:-1]])
-
-
-def _of_curvature(
-    event: LastIterateDpEvent, relation: NeighboringRelation, curvature: float
-) -> np.ndarray:
-    """The modulus if the mean loss of every batch is that curved; inf where it has none."""
-    loss = event.loss
-    assert loss is not None
-    if event.batch_order in OF_RANDOM_SIZE:  # the sizes of batches enter it
-        return np.full(event.num_steps, np.inf)
-    strong_convexity = loss.strong_convexity
-    if relation is not NeighboringRelation.REPLACE_ONE:
-        # The bound may be one for the data without the record alone, whose loss is missing there.
-        strong_convexity *= 1 - 1 / event.batch_size
-    modulus = unclipped_update_lipschitz(
-        event.per_step("learning_rate"),
-        curvature,
-        strong_convexity,
-        event.per_step("weight_decay"),
-    )
-    if loss.kind is LossKind.GENERALIZED_LINEAR:  # a clip leaves it one
-        return modulus
-    return np.where(clips_act(event), np.inf, modulus)

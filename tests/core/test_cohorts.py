@@ -100,14 +100,13 @@ def test_few_records_may_be_curved(order):
     kinds = [
         hsa.LossGeometry.strongly_convex(0.5, 0.5, lipschitz=1.0),
         hsa.LossGeometry.convex(0.5, 1.0),
-        hsa.LossGeometry.convex(0.5, 1.0).with_curvature(0.1),
     ]
     size = 12 if order == "full" else 4
-    curved, plain, known = (
+    curved, plain = (
         composed(Sampled(0.5, run(loss=loss, batch_order=order, batch_size=size, num_steps=40)))
         for loss in kinds
     )
-    assert curved.get_epsilon(1e-5) == plain.get_epsilon(1e-5) == known.get_epsilon(1e-5)
+    assert curved.get_epsilon(1e-5) == plain.get_epsilon(1e-5)
 
 
 def test_the_ends():

@@ -129,14 +129,11 @@ class TestDataSetsBetween:
         size=st.integers(1, 6),
         curvatures=st.lists(st.floats(0.2, 1.0), min_size=4, max_size=4),
         changed=st.lists(st.floats(0.2, 1.0), min_size=4, max_size=4),
-        known=st.booleans(),
     )
-    @example(relation=ONE, size=4, curvatures=[0.6] * 4, changed=[1.0] * 4, known=True)
-    def test_moduli(self, relation, size, curvatures, changed, known):
+    @example(relation=ONE, size=4, curvatures=[0.6] * 4, changed=[1.0] * 4)
+    def test_moduli(self, relation, size, curvatures, changed):
         """Quadratics in one dimension: a batch of four of a data set on the way."""
         loss = hsa.LossGeometry.strongly_convex(1.0, 0.2, lipschitz=1.0)
-        if known:
-            loss = loss.with_curvature(sum(curvatures) / 4)
         event = run(batch_order="cyclic", loss=loss, learning_rate=1.9)
         claimed = noisy_process(run_of_groups(event, relation, size), relation).contraction[0]
         for between in range(min(size, 5)):  # one of two neighbours has at most size - 1 changes
@@ -205,28 +202,6 @@ class TestAccountant:
         assert group(blocks, ONE, 2).mu == pytest.approx(2 * group(blocks, ONE, 1).mu)
         with pytest.raises(ValueError, match="group_size"):
             hsa.LastIterateAccountant(group_size=0)
-
-    def test_a_guarantee_that_rests_on_the_curvature_of_a_data_set(self):
-        loss = hsa.LossGeometry.convex(1.0, 1.0).with_curvature(0.3)
-        event = run(batch_order="cyclic", loss=loss)
-        alone = hsa.LastIterateAccountant(ONE).compose(event)
-        for guarantee in (alone.guarantee, alone.compose(event).guarantee):
-            with pytest.raises(ValueError, match="curvature of batches"):
-                guarantee.for_groups_of(2)
-        assert math.isfinite(group(event, ONE, 2).epsilon(1e-5))
-
-
-def test_a_released_curvature_is_not_private_where_records_are_added_or_removed():
-    """The noise of release_curvature depends on the number of records, and is wider without one."""
-    loss = hsa.LossGeometry.convex(1.0, 1.0)
-    full = {"batch_order": "full", "batch_size": 12}
-    released, declared = (run(loss=loss.with_curvature(0.3, f), **full) for f in (1e-9, 0.0))
-    cohort = dp_accounting.PoissonSampledDpEvent(0.5, released)
-    for event, size in ((released, 1), (released, 2), (cohort, 1)):
-        assert math.isfinite(group(event, SPECIAL, size).epsilon(1e-5))
-        with pytest.raises(hsa.UnsupportedRunError, match="released curvature"):
-            group(event, ADD, size)
-    assert math.isfinite(group(declared, ADD, 2).epsilon(1e-5))
 
 
 class TestEverywhere:

@@ -189,11 +189,6 @@ NEGATIVE, SHORT = np.full(RECORDS, -1.0), np.ones(3)
         ({"class_weight": {0: -1.0}}, {}, "class_weight"),
         ({"class_weight": {0: 0.0}}, {}, "above 0"),
         (
-            {"class_weight": OF_CLASSES},
-            {"loss_geometry": PLAIN.with_curvature(0.5), "feature_norm": 1.0},
-            "without curvature beside weights",
-        ),
-        (
             {"x": tf.data.Dataset.from_tensor_slices((X, Y)), "y": None, "sample_weight": SHORT},
             {},
             "depends on its order",

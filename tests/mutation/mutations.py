@@ -128,18 +128,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/opacus/curvature.py": {
-        "opacus/test_curvature_guard.py": {
-            "batches_of_pieces_are_looked_at_one_piece_at_a_time": (
-                "self._batch.extend(features)",
-                "self._batch = list(features)",
-            ),
-            "the_constant_of_a_bias_has_no_curvature": (
-                "        if self._bias:\n",
-                "        if False:\n",
-            ),
-        },
-    },
     "../adapters/hidden_state_adapters/opacus/head.py": {
         "opacus/test_every_step.py::test_outputs_of_other_weights_are_refused": {
             "other_objects_in_the_places_of_parameters_pass": (
@@ -586,12 +574,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "                steps.took([]",
             ),
         },
-        "keras/test_batch_curvature.py": {
-            "keras_batches_are_taken_in_the_order_of_the_data": (
-                "taken(tf.constant(self.plan.batch(step), tf.int64))",
-                "taken(tf.range(step * self.plan.batch_size, (step + 1) * self.plan.batch_size))",
-            ),
-        },
         "keras/test_private_run.py::TestEager::"
         "test_a_budget_counts_a_run_before_it_and_refuses_one_inside": {
             "a_private_run_in_a_budget_that_does_not_count_it": (
@@ -712,20 +694,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "bounds/base.py": {
-        "theorems/test_curvature.py": {
-            "failure_of_the_curvature_is_forgotten": (
-                "proof = attrs.evolve(proof, curve=with_delta(proof.curve, failure))",
-                "pass",
-            ),
-        },
-        "core/test_groups.py": {
-            "group_guarantee_of_a_curvature_that_one_data_set_has": (
-                "if loss is None or loss.curvature is None:",
-                "if loss is None or loss.curvature is not None:",
-            ),
-        },
-    },
     "bounds/baselines.py": {
         "theorems/test_baselines.py": {
             "baseline_forgets_a_participation_in_the_window": (
@@ -817,13 +785,9 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     },
     "bounds/data_order.py": {
         "theorems/test_hidden_place.py": {
-            "a_curvature_of_few_orders_is_taken_for_all": (
-                "if event.loss.curvature is not None or event.is_microbatched or not (",
-                "if event.is_microbatched or not (",
-            ),
             "a_microbatch_is_one_gradient": (
-                "is not None or event.is_microbatched or not (between",
-                "is not None or not (between",
+                "if event.is_microbatched or not (between",
+                "if not (between",
             ),
             "the_last_epoch_starts_in_one_state": (
                 "distance = min(distance, process.domain_diameter)",
@@ -1766,21 +1730,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "process/batch_curvature.py": {
-        "theorems/test_curvature.py": {
-            "released_curvature_has_no_margin": (
-                "bound = noisy + scale * math.log(1 / (2 * failure)) + _ROUNDING",
-                "bound = noisy + _ROUNDING",
-            ),
-            "batches_are_as_curved_as_all_records": ("return high\n", "return whole\n"),
-            "one_batch_stands_for_all": (
-                "needed = math.log(number * dimension / failure) / size",
-                "needed = math.log(1 / failure) / size",
-            ),
-            "record_of_a_cyclic_batch_is_one_of_all": ("batches), size", "batches), records"),
-            "record_joins_no_batch_without_replacement": ("share += 1 / size", "share += 0 / size"),
-        },
-    },
     "process/stretching.py": {
         "theorems/test_random_distance.py": {
             "batches_are_as_large_as_on_average": (
@@ -1851,10 +1800,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "relation is _REPLACE_SPECIAL and event.batch_order not in OF_RANDOM_SIZE",
                 "relation is _REPLACE_SPECIAL",
             ),
-            "curvature_holds_for_all_data_sets_between_two": (
-                "curvature = loss.curvature + changed * loss.smoothness",
-                "curvature = loss.curvature + 0 * changed",
-            ),
             "records_that_are_added_do_not_lengthen_the_step": (
                 "mapped(lambda rate: rate * longer, event.learning_rate)",
                 "event.learning_rate",
@@ -1862,10 +1807,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "core/test_cohorts.py": {
             "everybody_is_in_the_cohort": (
-                "loss = attrs.evolve(event.loss, curvature=None, curvature_failure=None)\n"
-                "    if loss.kind is LossKind.STRONGLY_CONVEX:",
-                "loss = attrs.evolve(event.loss, curvature=None, curvature_failure=None)\n"
-                "    if not loss.kind:",
+                "loss = event.loss\n    if loss.kind is LossKind.STRONGLY_CONVEX:",
+                "loss = event.loss\n    if not loss.kind:",
             ),
         },
     },
@@ -1964,20 +1907,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             "empty_batches_contract_too": (
                 "contraction = np.maximum(contraction, np.abs(1 - eta * decay))",
                 "contraction = contraction * 1.0",
-            ),
-        },
-        "theorems/test_curvature.py": {
-            "curvature_of_batches_that_vary_in_size": (
-                "if event.batch_order in OF_RANDOM_SIZE:  # the sizes of batches enter it",
-                "if event.batch_order is None:",
-            ),
-            "curvature_inside_an_active_clip": (
-                "return np.where(clips_act(event), np.inf, modulus)",
-                "return modulus",
-            ),
-            "a_batch_without_the_record_is_as_strongly_convex": (
-                "strong_convexity *= 1 - 1 / event.batch_size",
-                "strong_convexity *= 1.0",
             ),
         },
     },

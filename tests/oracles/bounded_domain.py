@@ -134,13 +134,13 @@ class _Run:
             event.clip_norm is not None
             and loss is not None
             and loss.kind in (LossKind.CONVEX, LossKind.WEAKLY_CONVEX, LossKind.SMOOTH)
-            and self.eta * loss.common_smoothness < 2  # keeps the step monotone
+            and self.eta * loss.smoothness < 2  # keeps the step monotone
             and (
                 loss.lipschitz is None
-                or loss.lipschitz >= self.bound + loss.common_smoothness * self.diameter / 2
+                or loss.lipschitz >= self.bound + loss.smoothness * self.diameter / 2
             )
         ):
-            self.curvature = loss.common_smoothness
+            self.curvature = loss.smoothness
 
     def describe(self) -> str:
         """The run in words."""

@@ -288,10 +288,10 @@ def curvatures(event: LastIterateDpEvent) -> tuple[float, float] | None:
             return 0.0, 0.0  # far from their minima, where they are clipped, losses are linear
         limits = event.gradient_bound()
         room = float(limits.min()) - loss.strong_convexity * event.domain_diameter / 2
-        return (loss.strong_convexity, loss.common_smoothness) if room > 0 else None
+        return (loss.strong_convexity, loss.smoothness) if room > 0 else None
     if loss.kind is LossKind.HOELDER:
         return (-loss.smoothness, loss.smoothness) if loss.exponent == 1 else (0.0, 0.0)
-    return -loss.weak_convexity, loss.common_smoothness
+    return -loss.weak_convexity, loss.smoothness
 
 
 def _positions(event: LastIterateDpEvent) -> list[int]:

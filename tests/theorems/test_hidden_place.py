@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import attrs
 import numpy as np
 import pytest
 from cases import seeds
@@ -278,12 +277,6 @@ def test_a_run_composes_with_itself():
         .compose(cyclic_run(noise_multiplier=1e6, num_steps=4))
     )
     assert curve.epsilon(1e-5) <= losses.get_epsilon(1e-5) <= 1.02 * curve.epsilon(1e-5)
-
-
-def test_a_released_curvature_is_not_asked():
-    loss = attrs.evolve(hsa.LossGeometry.convex(1.0, lipschitz=1.0), curvature=0.5)
-    run = cyclic_run(batch_order="shuffled_once", loss=loss)
-    assert not hasattr(ShuffledOnce().guarantee(run, SPECIAL).curve, "places")
 
 
 def test_microbatches_are_not_asked():

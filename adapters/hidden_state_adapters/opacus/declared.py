@@ -22,7 +22,6 @@ from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import criteria
 from hidden_state_adapters.opacus.criteria import KnownCriterion
-from hidden_state_adapters.opacus.curvature import uses_curvature
 from hidden_state_adapters.opacus.frozen import FrozenPart
 from hidden_state_adapters.opacus.iterate import check_parameters
 from hidden_state_adapters.opacus.noise import check_noise_source
@@ -187,12 +186,6 @@ class DeclaredRun:
             secret=None if group is None else group.secret,
         )
         if group is not None:
-            if uses_curvature(loss, plan.order):
-                raise UnsupportedRunError(
-                    f"Expected a loss_geometry without curvature for {group.size} processes, got "
-                    f"{loss}: how curved a batch is shows in no part of it. Leave the curvature "
-                    "out, or train in one process."
-                )
             if plan.batch_size < group.size and plan.order not in OF_RANDOM_SIZE:
                 raise UnsupportedRunError(
                     f"Expected a batch_size >= {group.size}, the number of processes, got "
@@ -300,13 +293,6 @@ def resolve_loss(
         criteria.check_reduction(criterion, reduction)
     criteria.refuse_weights_of_the_batch(criterion)
     if feature_norm is None:
-        curvature = None if loss_geometry is None else loss_geometry.curvature
-        if curvature is not None and head is not None:
-            raise UnsupportedRunError(
-                f"Expected feature_norm= beside a loss_geometry with curvature = {curvature:g}, "
-                "got none: how curved a batch is depends on its features, which are looked at in "
-                "every step. Pass the bound on their norm, as for release_curvature."
-            )
         is_sampled = head is None or arguments.asks_for_samples or is_half(head.weight)
         return loss_geometry, None if is_sampled else head
     validate.real("feature_norm", feature_norm, above=0, allow_inf=True)

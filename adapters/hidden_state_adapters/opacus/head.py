@@ -442,11 +442,6 @@ class HeadRun(Source):
         self._gradients = [(g, 0 if g is None else g._version) for g in grads]
 
     @property
-    def features(self) -> Sequence[torch.Tensor]:
-        """What went into the head since the last piece."""
-        return [one.features for one in self._used]
-
-    @property
     def call(self) -> Call | None:
         """See `Source.call`."""
         return self._used[0].call if self._used else None

@@ -268,8 +268,6 @@ class PrivateOptimizer(DPOptimizer):
         batch.judge(piece, values)
         source.judge(piece, values)
         self.judge(piece, values)
-        if run.curvature is not None:
-            run.curvature.take(source.features)
         piece.longest = values["gradient"]
         self._largest_norm = max(self._largest_norm, piece.longest)
         return piece
@@ -322,8 +320,6 @@ class PrivateOptimizer(DPOptimizer):
         """Adds noise as Opacus does, to sums that are complete; of several processes once."""
         assert self._piece is not None
         piece, group = self._piece, self.group
-        if self.run.curvature is not None:
-            self.run.curvature.check(piece)
         self.check_pieces(piece)
         self._totals = Totals(self._batch.rows, self._largest_norm)
         for param in piece.params:

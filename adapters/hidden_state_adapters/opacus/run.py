@@ -8,12 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_accountants.events.loss_geometry import square_norm
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus.apart import Collated
 from hidden_state_adapters.opacus.batch import Taken
-from hidden_state_adapters.opacus.curvature import BatchCurvature, uses_curvature
 from hidden_state_adapters.opacus.declared import DeclaredRun
 from hidden_state_adapters.opacus.head import HeadRun
 from hidden_state_adapters.opacus.loader import BatchCursor, plain_collate
@@ -44,7 +42,6 @@ class TrainingRun:
         cursor: Its position: the number of steps, and the batch that the loop is working on.
         batch: Looks at the batches.
         source: Gives the gradients, and holds the last private iterate.
-        curvature: Looks at how curved the batches are, or None.
         optimizer: The PrivateOptimizer that takes the steps.
         modules: The model that was passed, without wrappers, and as `make_private` returned it.
         is_loading: Whether a checkpoint is being restored.
@@ -73,7 +70,6 @@ class TrainingRun:
             counts_steps=plan.draws_every_step,
         )
         declared.frozen.hold(tells=True)
-        self.curvature = _curvature(declared)
         self.batch = Taken(
             plan,
             self.cursor,
@@ -155,13 +151,12 @@ class TrainingRun:
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
         """What is verified at every step, and what is taken on trust."""
-        declared, curvature = self.declared, self.curvature
+        declared = self.declared
         collate = plain_collate(declared.arguments.data_loader)
         return (
             *self.optimizer.assumptions,
             *self.batch.assumptions(collate, declared.relation),
             *self.source.assumptions,
-            *([] if curvature is None else [curvature.assumption]),
             *(part.assumption for part in declared.maps.values()),
             whose_noise(self.optimizer),
             *([] if declared.group is None else declared.group.assumptions),
@@ -302,14 +297,3 @@ def _source(declared: DeclaredRun) -> Source:
     if known is not None:
         options |= {"known": known, "targets": Targets(known, arguments.targets)}
     return HeadRun(module, declared.head, declared.frozen, **options)
-
-
-def _curvature(declared: DeclaredRun) -> BatchCurvature | None:
-    loss, head, norm = declared.loss, declared.head, declared.arguments.feature_norm
-    if loss is None or loss.curvature is None or norm is None:
-        return None
-    if not uses_curvature(loss, declared.plan.order):
-        return None
-    assert head is not None
-    bias = head.bias is not None and head.bias.requires_grad
-    return BatchCurvature(loss, square_norm(float(norm), bias), bias, declared.plan.batch_size)

@@ -281,11 +281,6 @@ class Source:
         """The tensors among that."""
         return tuple(tensors_of(self.call))
 
-    @property
-    def features(self) -> Sequence[torch.Tensor]:
-        """What went into a linear head since the last piece."""
-        return ()
-
     # Between the steps
 
     def resume(self, steps: int) -> None:

@@ -588,7 +588,7 @@ def _is_schedule(given: Any) -> bool:
 def _of_means(loss: LossGeometry | None) -> LossGeometry | None:
     """The geometry of the mean of several losses.
 
-    It has the smoothness and curvature of its parts, but it is no generalised linear model: their
+    It has the smoothness of its parts, but it is no generalised linear model: their
     gradients have different directions.
     """
     if loss is None or loss.kind is not LossKind.GENERALIZED_LINEAR:
@@ -603,7 +603,7 @@ def _derived_map(settings: Settings) -> list[Assumption]:
 
 
 def _refuse_tensor_float_32() -> None:
-    """Refuses a GPU that rounds to 10 bits, for runs whose loss has a declared curvature."""
+    """Refuses a GPU that rounds to 10 bits, for runs whose loss has a declared smoothness."""
     if (
         tf.config.list_physical_devices("GPU")
         and tf.config.experimental.tensor_float_32_execution_enabled()

@@ -113,11 +113,6 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 "fit trains is not known here. Train make_private(model, ..., "
                 'loss_geometry="auto", feature_norm=...) with the same optimizer in compile.'
             )
-        if loss_geometry is not None and loss_geometry.curvature is not None:
-            raise refusal(
-                f"Expected a loss_geometry without curvature, got {loss_geometry!r}: how curved "
-                "batches are is looked at by make_private(model, ..., feature_norm=...)."
-            )
         self._declared = Declared(gradient_bound=gradient_bound, loss_geometry=loss_geometry)
         self._others: set[str] = set()  # callbacks that Keras did not write
         self._calls = 0  # of fit

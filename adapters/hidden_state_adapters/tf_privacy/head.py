@@ -7,7 +7,7 @@ changes later in what comes before the head has an influence on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import attrs
@@ -16,12 +16,6 @@ import tensorflow as tf
 
 from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError
 from hidden_state_accountants.runs.run import SLACK
-from hidden_state_adapters.curved_batches import (
-    ROUNDING,
-    checked_curvature,
-    curvature_matters,
-    remedy,
-)
 from hidden_state_adapters.public_numbers import warn_of_longest
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import (
@@ -282,12 +276,6 @@ def _check_without_norm(given: LossGeometry, keras_loss: Any, model: Any, x: Any
         head = Head(model)
     except UnsupportedRunError:
         return  # nothing is known of such a model
-    if curvature_matters(given):
-        raise refusal(
-            f"Expected feature_norm= beside a loss_geometry with curvature = "
-            f"{given.curvature:g}, got none: how curved a batch is depends on its features, "
-            "which are looked at. Pass the bound on their norm, as for release_curvature."
-        )
     if is_squared_error(keras_loss):
         try:
             features = head.features(x)
@@ -341,50 +329,6 @@ def check_smoothness(
             "Keras' loss has no factor 1/2: LossGeometry.squared_error(feature_norm, scale=2), or "
             'better loss_geometry="auto" with feature_norm=.'
         )
-
-
-def check_curvature(
-    declared: Declared, run: HeadRun, batches: Iterable[tf.Tensor] | None
-) -> list[Assumption]:
-    """Refuses batches whose mean loss is more curved than declared.
-
-    For M-smooth losses of records of norm at most B the mean loss of a batch is K-smooth with
-    K = M lambda_max(X^T X)/(b B^2), X the features of the batch (docs/theory/curvature.md).
-
-    Args:
-        declared: Nothing is looked at unless its curvature says more than its smoothness.
-        run: The head.
-        batches: The features of every batch of an epoch; None if every epoch has others.
-
-    Returns:
-        What was checked.
-
-    Raises:
-        UnsupportedRunError: A batch is more curved than declared, or they are not known ahead.
-    """
-    loss, norm = declared.of_loss, declared.feature_norm
-    if loss is None or loss.curvature is None or norm is None or not curvature_matters(loss):
-        return []
-    if batches is None:
-        raise refusal(
-            f"Expected a loss_geometry without curvature, got {loss!r}: every epoch has other "
-            "batches here, and they are looked at before the first step. Use shuffled_once, "
-            "cyclic or full batches, or leave the curvature out."
-        )
-    has_bias = run.head.has_bias
-    square, bound = norm**2 + has_bias, loss.curvature * (1 + ROUNDING)
-    for number, batch in enumerate(batches):
-        rows = batch.numpy().astype(np.float64)
-        if has_bias:
-            rows = np.c_[rows, np.ones(len(rows))]
-        gram = rows @ rows.T if len(rows) < rows.shape[1] else rows.T @ rows
-        share = float(np.linalg.eigvalsh(gram)[-1]) / (len(rows) * square)
-        if not share * loss.smoothness <= bound:
-            raise refusal(
-                f"batch {number} has a mean loss that is {share * loss.smoothness:.6g}-smooth, "
-                f"expected at most curvature = {loss.curvature:.6g}. {remedy(loss)}"
-            )
-    return [checked_curvature(loss)]
 
 
 class OfHead:

@@ -21,7 +21,6 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_accountants.ledger import refuse_in_budget
-from hidden_state_adapters.batch_plans import FixedPlan
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import StepsAhead, UpdateRule, rule_and_settings
@@ -39,7 +38,7 @@ from hidden_state_adapters.tf_privacy.gradients import (
     ThroughLinearLayers,
     times,
 )
-from hidden_state_adapters.tf_privacy.head import OfHead, begin, check_curvature
+from hidden_state_adapters.tf_privacy.head import OfHead, begin
 from hidden_state_adapters.tf_privacy.head_losses import RowLosses
 from hidden_state_adapters.tf_privacy.origins import RunState
 from hidden_state_adapters.tf_privacy.record import (
@@ -328,7 +327,6 @@ class PrivateRun(Figures):
         )
         if self._head is not None:
             self._examples.hold(self._head.inputs, self._head.targets)
-            looked_at += check_curvature(declared, self._head, self._features())
         fixed.check(model)
         steps = rule.steps(settings, optimizer, self.plan, variables)
         # Of the order of the batches; what is known of the loss only adds theorems.
@@ -556,16 +554,6 @@ class PrivateRun(Figures):
         number, total, longest, same, left = tf.while_loop(goes_on, one, (*start, left))
         told = [longest, tf.cast(same, tf.float64), tf.cast(number, tf.float64)]
         return tf.concat([total, tf.stack(told)], 0), left
-
-    def _features(self) -> Iterator[tf.Tensor] | None:
-        """The features of every batch of an epoch; None if every epoch has others."""
-        if not isinstance(self.plan, FixedPlan):
-            return iter(()) if self.plan.order in OF_RANDOM_SIZE else None
-        taken = self._examples.taken
-        return (
-            taken(tf.constant(self.plan.batch(step), tf.int64))[0][0]
-            for step in range(self.plan.num_batches)
-        )
 
     def _clipping(self, variables: Any, example: Any) -> Any:
         if self._head is not None:

@@ -95,18 +95,10 @@ class Declared:
 
         Values, gradients and second derivatives are those times the weight. It may be 0, so that no
         strong convexity is left.
-
-        Raises:
-            UnsupportedRunError: It knows how curved batches are, which have other weights.
         """
         loss, largest = self.of_loss, self.largest_weight
         if loss is None or largest == 1:
             return loss
-        if loss.curvature is not None:
-            raise refusal(
-                f"Expected a loss_geometry without curvature beside weights, got {loss!r}: how "
-                "curved a batch is depends on the weights of its examples. Leave the curvature out."
-            )
         is_strong = loss.kind is LossKind.STRONGLY_CONVEX
         return attrs.evolve(
             loss,
