@@ -14,7 +14,7 @@ factors X_i are the user's own, Y belongs to everyone. A record is a user with a
   record is an item with all its ratings. It protects items and not users: the ratings of one user
   are at all nodes, and move every Y_j. Users are protected where they are the records.
 * The paper adds up hidden-state losses of X and Y instead. That is false in general, because the
-  blocks move each other (docs/theory/block_coordinate.md).
+  blocks move each other (docs/papers/block_coordinate.md).
 
     python examples/factorisation_by_users.py [--setting vertical]
 """

@@ -18,7 +18,9 @@ ROOT = Path(__file__).parents[1]
 BOOST = {"": 4.0, "tutorials": 2.0, "reference": 1.5}
 LOG = logging.getLogger("mkdocs.hooks.site")
 LINK = re.compile(r"(?<=\]\()(?P<target>(?:\.\./)+[^)#\s]+)")
-PAGES = [ROOT / name for name in ("CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")]
+PAGES = [
+    ROOT / name for name in ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "EXTENDING.md", "SECURITY.md")
+]
 
 
 def _page(path: Path) -> str:
@@ -28,6 +30,8 @@ def _page(path: Path) -> str:
 
 def _text(path: Path) -> str:
     text = path.read_text("utf-8")
+    if path.suffix == ".cff":
+        return f"# Citing\n\n```yaml\n{text}```\n"
     if path.suffix != ".py":
         # Their links start at the root of the repository, two folders above this page.
         return re.sub(
@@ -40,8 +44,19 @@ def _text(path: Path) -> str:
     return f"# {title}\n\n`{path.relative_to(ROOT).as_posix()}`\n\n```python\n{text}```\n"
 
 
+def _home() -> str:
+    """The README, whose links start at the root of the repository."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    return re.sub(
+        r"(?<=\]\()(?!https?:|#)(docs/)?([^)\s]+)",
+        lambda match: match[2] if match[1] else f"../{match[2]}",
+        text,
+    )
+
+
 def on_files(files: Files, config: Any, **_: Any) -> Files:
-    """Adds the pages; they are in no menu, and found by links and by the search."""
+    """Adds the README as the home page, and pages that are in no menu, for links and the search."""
+    files.append(File.generated(config, "index.md", content=_home()))
     for path in [*PAGES, *sorted((ROOT / "examples").glob("*.py"))]:
         page = File.generated(config, _page(path), content=_text(path))
         page.inclusion = InclusionLevel.NOT_IN_NAV
@@ -58,6 +73,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = posixpath.normpath(posixpath.join("docs", folder, match["target"]))
         if path.startswith("docs/"):
             return match["target"]
+        if path == "README.md":
+            return posixpath.relpath("index.md", folder or ".")
         return posixpath.relpath(_page(ROOT / path), folder or ".")
 
     return LINK.sub(replaced, markdown)

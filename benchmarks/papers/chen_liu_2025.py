@@ -252,7 +252,7 @@ is not stated: $o = 1$ here, and for the adaptive curve 10 from epoch 13 on.
 * The shape of the figure is met: a plateau after some five epochs. If $L_F = 0.98$ were true, the
   theorem would hold.
 * **It is not.** Convexity of a block gives no $L_F$ below 1. With the true constant the loss keeps
-  growing with the epochs, and an [attack](../theory/block_coordinate.md#the-attack) attains it up
+  growing with the epochs, and an [attack](#the-attack) attains it up
   to a factor that does not grow.
 
 ### Table 2: factorisation by users

@@ -1,7 +1,7 @@
 r"""Noisy mini-batch block coordinate descent (DP-MBCD): Chen & Liu 2025 (arXiv 2407.08233).
 
 `analysis="sound"` is what is true of the algorithm; `analysis="published"` is Theorem 4.6, which
-is not (docs/theory/block_coordinate.md).
+is not (docs/papers/block_coordinate.md).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def published_rates(
         \end{cases} \qquad
         \frac{1}{c} \leftarrow L_T^2 \Big(\frac{L_F^2}{c} + 2\eta\,o(k, j)\Big)
 
-    The closed form (9) has index slips (docs/theory/block_coordinate.md) and is not used. The
+    The closed form (9) has index slips (docs/papers/block_coordinate.md) and is not used. The
     noise variances have shape (epochs, batches), the result (batches,).
 
     Source: Chen & Liu 2025 (arXiv 2407.08233), Corollary 4.5 and Lemma C.3.

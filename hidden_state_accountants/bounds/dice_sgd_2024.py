@@ -7,7 +7,7 @@ clipped errors put into the steps satisfy
 .. math:: \sum_t p_t^2 \le \min\big((k h)^2,\; 2 C_2 k h,\; 4 C_2^2 \tau\big),
 
 tau the steps after the first participation. Published is Theorem 3.7 (A.3 in the appendix), which
-is false: docs/theory/dice_sgd.md, with proofs.
+is false: docs/papers/dice_sgd.md, with proofs.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _CAVEAT = (
     "the theorem is false: it treats the error as if every step sampled it anew. One outlier "
     "saturates the error, and clip(e, C2) then shifts every later step, without amplification "
-    "(docs/theory/dice_sgd.md). Use "
+    "(docs/papers/dice_sgd.md). Use "
     'analysis="sound"'
 )
 _OF_THE_PAPER = (NeighboringRelation.ADD_OR_REMOVE_ONE, NeighboringRelation.REPLACE_SPECIAL)
@@ -180,13 +180,13 @@ class Effect:
         )
 
     def error_budget(self, before_last: np.ndarray, after_first: np.ndarray) -> np.ndarray:
-        """P: bound on the sum of p_t^2 (Lemma 2 of docs/theory/dice_sgd.md)."""
+        """P: bound on the sum of p_t^2 (Lemma 2 of docs/papers/dice_sgd.md)."""
         total = np.where(before_last > 0, self.deposit, 0.0) * np.maximum(before_last, 1)
         by_deposits = total * np.minimum(total, 2 * self.radius)
         return np.minimum(by_deposits, 4 * self.radius**2 * after_first)
 
     def squared_shift(self, patterns: Inclusions) -> np.ndarray:
-        """Bound, per pattern, on the sum of s_t^2 (Theorem 1 of docs/theory/dice_sgd.md).
+        """Bound, per pattern, on the sum of s_t^2 (Theorem 1 of docs/papers/dice_sgd.md).
 
         c^2 k + P + 2 c min(sqrt((k - 1) P), 2 C2 (k - 1), h k (k - 1) / 2): the errors do not
         differ before the first participation is over.
@@ -200,7 +200,7 @@ class Effect:
 
 
 def sound_curve(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Curve:
-    """Theorems 1 and 2 of docs/theory/dice_sgd.md, at every point the smaller one."""
+    """Theorems 1 and 2 of docs/papers/dice_sgd.md, at every point the smaller one."""
     order, rate = event.batch_order, event.sampling_probability
     effect = Effect.of(event, relation)
     patterns = inclusions(order, event.num_steps, event.batches_per_epoch, rate)

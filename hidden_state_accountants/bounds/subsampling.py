@@ -10,7 +10,7 @@ whose distance depends on the coins of the record:
 and (X_T, X'_T) is dominated by the composition, over t > tau, of the sampled mechanisms with noise
 :math:`\sqrt{\beta_t}\,\sigma_t`, and a mixture of Gaussians of
 :math:`\mu = a_t(b)/(\sqrt{1-\beta_t}\,\sigma_t)`, the coins b before tau revealed. Proofs:
-docs/theory/subsampling.md and docs/theory/random_distance.md.
+docs/theory/random_distance.md.
 """
 
 from __future__ import annotations

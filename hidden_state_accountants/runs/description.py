@@ -212,7 +212,7 @@ def of_dice_sgd(
     bound = "none declared" if event.gradient_bound == math.inf else f"{event.gradient_bound:g}"
     return Description(
         title="Privacy of all iterates (the error of the feedback stays hidden)",
-        theory="docs/theory/dice_sgd.md",
+        theory="docs/papers/dice_sgd.md",
         facts=(
             ("published", _published(event, relation, delta)),
             ("run", f"{_dealt(event)}; update rule {notes.get('update_rule', 'any')}"),
@@ -257,7 +257,7 @@ def of_block_coordinate(
     """Of DP-MBCD."""
     return Description(
         title="Privacy of the released blocks (last iterate only)",
-        theory="docs/theory/block_coordinate.md",
+        theory="docs/papers/block_coordinate.md",
         facts=(
             (
                 "run",

@@ -464,7 +464,7 @@ class BlockCoordinateRun(Run):
 
     Its event has no releases within the run. If there were any, nothing is declared of the blocks'
     loss, so that the guarantee is one by composition, which covers them
-    (docs/theory/block_coordinate.md).
+    (docs/papers/block_coordinate.md).
 
     Args:
         **declared: As for `BlockCoordinateDpEvent`: `step_size` (the `learning_rate` of every

@@ -1,4 +1,4 @@
-"""The code of docs/extending.md does what the page says."""
+"""The code of EXTENDING.md does what the page says."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 
 import hidden_state_accountants as hsa
 
-PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).parents[2] / "EXTENDING.md"
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

@@ -1,6 +1,6 @@
 """The Python blocks of the pages run as they stand, one after the other.
 
-Sessions (>>>) are run by core/test_docs.py, docs/keras.md by keras/test_docs.py, docs/extending.md
+Sessions (>>>) are run by core/test_docs.py, docs/keras.md by keras/test_docs.py, EXTENDING.md
 by opacus/test_extending.py, the README by core/test_readme.py.
 """
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-ELSEWHERE = {"keras.md", "extending.md"}
+ELSEWHERE = {"keras.md"}
 
 
 def blocks(page):
