@@ -5,7 +5,10 @@ No plan needs a training framework; every adapter that owns its data deals its b
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import logging
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,9 +17,20 @@ import attrs
 import numpy as np
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
-from hidden_state_accountants.events.batch_order import batches_per_pass
+from hidden_state_accountants.events.batch_order import (
+    BINS,
+    EPOCH_ORDERS,
+    OF_RANDOM_SIZE,
+    batches_per_pass,
+)
 from hidden_state_adapters.binomial import DRAWN_BITS, Binomial
 
+_logger = logging.getLogger("hidden_state_accountants")
+
+_DRAWN_AGAIN = (  # for every epoch, or every step
+    BatchOrder.RESHUFFLED, BatchOrder.BALLS_IN_BINS_REDRAWN, BatchOrder.POISSON,
+    BatchOrder.WITHOUT_REPLACEMENT,
+)  # fmt: skip
 _KEY_RANGE = 2**64
 _AT_ONCE = 2**22  # records: a data set may have far more than there is memory for
 _KEYS, _SIZE, _PLACES = range(3)  # what random integers are for; places are drawn several times
@@ -135,30 +149,39 @@ class BatchPlan:
     cannot choose among them.
 
     Attributes:
-        share: What this process uses of every batch; all of it, unless another one is assigned.
-        max_batch_size: The cap of batches of random sizes, or None.
-        sampling_rate: The probability with which a record joins a batch of random size, if it is
-            not b/n; or None.
-        dataset_size: Number of records as the event has it; another one may be assigned where it
-            is what the relation hides.
+        share: Part of every batch that this process uses; all of it, unless another is assigned.
+        max_batch_size: Cap of batches of random sizes, or None.
+        sampling_rate: Probability with which a record joins a batch of random size, if it is not
+            b/n; or None.
+        dataset_size: Number of records as the event has it (see `hide_size`).
+        repeats: Whether one draw holds for all epochs.
 
     Args:
-        records: The indices of all records, in an order that does not depend on them; public.
-        batch_size: b; the expected size for POISSON.
-        order: The batch order that is accounted.
-        keys: Where the randomness comes from, or None.
+        records: Indices of all records, in an order that does not depend on them; public.
+        batch_size: b, what a step divides by; the expected size of batches of random sizes.
+        order: Batch order that is accounted.
+        keys: Source of the randomness, or None.
+        max_batch_size: See above.
+        sampling_rate: See above.
     """
 
     share = Share()
-    max_batch_size: int | None = None
-    sampling_rate: float | None = None
     draws_every_step = False  # a step is not one of l steps of an epoch
 
     def __init__(
-        self, records: Sequence[int], batch_size: int, order: BatchOrder, keys: RandomKeys | None
+        self,
+        records: Sequence[int],
+        batch_size: int,
+        order: BatchOrder,
+        keys: RandomKeys | None = None,
+        max_batch_size: int | None = None,
+        sampling_rate: float | None = None,
     ):
         self.records, self.batch_size, self.order, self._keys = records, batch_size, order, keys
+        self.max_batch_size, self.sampling_rate = max_batch_size, sampling_rate
         self.dataset_size = len(records)
+        self.repeats = order not in _DRAWN_AGAIN
+        self._draws: dict[int, _Draw] = {}
 
     @property
     def num_batches(self) -> int:
@@ -182,19 +205,37 @@ class BatchPlan:
 
     @property
     def description(self) -> str:
-        """What is checked about the batches, in words."""
+        """The checked properties of the batches, in words."""
         raise NotImplementedError
+
+    def hide_size(self) -> None:
+        """Makes `dataset_size` what rate and divisor say, where the number of records is hidden."""
+        assert self.sampling_rate is not None
+        self.dataset_size = max(self.batch_size, round(self.batch_size / self.sampling_rate))
 
     def batch(self, step: int) -> list[int]:
         """The indices of the records of step `step` >= 0."""
-        raise NotImplementedError
+        number, index = self._place(step)
+        if number not in self._draws:
+            assert number > max(self._draws, default=-1), "an earlier draw is gone"
+            self._draws[number] = self._drawn(number)
+        return self._draws[number].batch(index)
 
     def num_rows(self, step: int) -> int:
         """The number of records of a step whose batch was drawn."""
-        return self.batch_size
+        number, index = self._place(step)
+        return self._draws[number].rows(index)
+
+    def _place(self, step: int) -> tuple[int, int]:
+        """The draw that a step is of, and its batch."""
+        epoch, index = divmod(step, self.num_batches)
+        return (0 if self.repeats else epoch), index
+
+    def _drawn(self, number: int) -> _Draw:
+        raise NotImplementedError
 
     def own_batch(self, step: int) -> list[int]:
-        """What this process uses of the batch of step `step` >= 0."""
+        """The part of the batch of step `step` >= 0 that this process uses."""
         return self.share.of(self.batch(step))
 
     def own_rows(self, step: int) -> int:
@@ -203,25 +244,56 @@ class BatchPlan:
 
     def start_pass(self, step: int) -> None:
         """A pass of the loader starts at `step`; earlier batches may be forgotten."""
+        earliest = self._place(step)[0] - 1  # whose last steps may still be looked at
+        self._draws = {number: own for number, own in self._draws.items() if number >= earliest}
 
     def fingerprint(self) -> str:
         """A hash of a public order of the records; empty for a secret one."""
-        return ""
+        return "" if self.is_secret else hash_of(self._drawn(0).order)
 
     def why_not_resumable(self, step: int) -> str:
-        """Why a run after `step` steps needs the private state to go on, or ""."""
-        return ""
+        """The reason why a run after `step` steps needs the private state to go on, or ""."""
+        if not self.is_secret or self.is_seeded or self.draws_every_step or not step:
+            return ""
+        if self.repeats:
+            return "the batches of the records, which stay the same for the whole run"
+        return (
+            "the batches of the epoch that it is in the middle of" if self._place(step)[1] else ""
+        )
 
     def private_state(self, step: int) -> dict[str, Any]:
         """Plain types that restore what was drawn for step `step` and later. Secret."""
-        return {}
+        first = self._place(step)[0] if self.is_secret else math.inf
+        kept = {number: own for number, own in self._draws.items() if number >= first}
+        return {"draws": {k: [own.order.tolist(), list(own.ends)] for k, own in kept.items()}}
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
         """Restores what `private_state` returned.
 
         Raises:
-            ValueError: The state is of other records; nothing is changed.
+            ValueError: The state is of other records, or damaged; nothing is changed.
         """
+        known = np.asarray(self.records)
+        draws = {
+            int(number): _Draw(np.asarray(order, dtype=np.int64), list(ends))
+            for number, (order, ends) in state.get("draws", {0: ([], [])}).items()
+        }
+        for own in draws.values():
+            used, is_whole = np.unique(own.order), self.order in EPOCH_ORDERS
+            fits = len(used) == len(own.order) and np.isin(used, known).all()
+            ends = [0, *own.ends, len(own.order)]
+            if not (
+                fits
+                and (len(used) == len(known) or not is_whole)
+                and len(own.ends) == (1 if self.draws_every_step else self.num_batches)
+                and ends == sorted(ends)
+                and ends[-2] == ends[-1]
+            ):
+                raise ValueError(
+                    "Expected batches of the same records in the private state, got others. Load "
+                    "the checkpoint into a run of the same data set."
+                )
+        self._draws = draws
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} of {self.order.value} batches>"
@@ -235,208 +307,84 @@ class BatchPlan:
         return super().__reduce_ex__(protocol)
 
 
-class FixedPlan(BatchPlan):
-    """The same batches in the same order in every epoch: CYCLIC, FULL and SHUFFLED_ONCE.
+@attrs.frozen(eq=False)
+class _Draw:
+    """The batches of an epoch, or of a step.
 
-    With `keys` the order of the records is one uniform permutation of them.
+    Attributes:
+        order: Records in the order in which the batches use them.
+        ends: Place in `order` where each batch ends.
     """
 
-    def __init__(
-        self,
-        records: Sequence[int],
-        batch_size: int,
-        order: BatchOrder,
-        keys: RandomKeys | None = None,
-    ):
-        super().__init__(records, batch_size, order, keys)
-        self._sequence = (
-            records
-            if keys is None
-            else _taken(_indexed(records), keys.permutation(0, len(records)))
-        )
+    order: Any
+    ends: Sequence[int]
+
+    def batch(self, index: int) -> list[int]:
+        found: list[int] = np.asarray(self.order[self._start(index) : self.ends[index]]).tolist()
+        return found
+
+    def rows(self, index: int) -> int:
+        return self.ends[index] - self._start(index)
+
+    def _start(self, index: int) -> int:
+        return self.ends[index - 1] if index else 0
+
+
+class EqualPlan(BatchPlan):
+    """Batches of b records in the same order in every epoch, or in a new one (RESHUFFLED).
+
+    With `keys` the order of the records is a uniform permutation of them.
+    """
 
     @property
     def description(self) -> str:
-        """What is checked about the batches, in words."""
-        kind = "one order, drawn at random" if self._keys is not None else "the fixed order"
+        """The checked properties of the batches, in words."""
+        kind = "the fixed order" if self._keys is None else "one order, drawn at random"
+        kind = kind if self.repeats else "an order drawn anew for every epoch"
         return f"indices of the batches: b each, in {kind}, each once per epoch, one step each"
 
-    def batch(self, step: int) -> list[int]:
-        """The indices of the records of step `step` >= 0."""
-        start = step % self.num_batches * self.batch_size
-        return [int(index) for index in self._sequence[start : start + self.batch_size]]
+    def num_rows(self, step: int) -> int:
+        """The number of records of a step."""
+        return self.batch_size
 
-    def fingerprint(self) -> str:
-        """A hash of a public order of the records; empty for a secret one."""
-        if self.is_secret:
-            return ""
-        return hash_of(self._sequence)
-
-    def why_not_resumable(self, step: int) -> str:
-        """Why a run after `step` steps needs the private state to go on, or ""."""
-        if not self.is_secret or self.is_seeded or not step:
-            return ""
-        return "the order of the records, which stays the same for the whole run"
-
-    def private_state(self, step: int) -> dict[str, Any]:
-        """Plain types that restore what was drawn for step `step` and later. Secret."""
-        return {"order": [int(index) for index in self._sequence]} if self.is_secret else {}
-
-    def load_private_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `private_state` returned."""
-        if self.is_secret:
-            self._sequence = _restored(state["order"], self.records)
-
-
-class ReshuffledPlan(BatchPlan):
-    """A fresh uniform permutation of the records in every epoch."""
-
-    def __init__(self, records: Sequence[int], batch_size: int, keys: RandomKeys):
-        super().__init__(records, batch_size, BatchOrder.RESHUFFLED, keys)
-        self._random, self._records = keys, _indexed(records)
-        self._epoch, self._sequence = -1, np.arange(0)
-
-    @property
-    def description(self) -> str:
-        """What is checked about the batches, in words."""
-        return (
-            "indices of the batches: b each, in an order drawn anew for every epoch, each once per "
-            "epoch, one step each"
-        )
-
-    def batch(self, step: int) -> list[int]:
-        """The indices of the records of step `step` >= 0."""
-        epoch, index = divmod(step, self.num_batches)
-        if epoch != self._epoch:
-            assert epoch > self._epoch, "the order of an earlier epoch is gone"
-            permutation = self._random.permutation(epoch, len(self.records))
-            self._epoch, self._sequence = epoch, _taken(self._records, permutation)
-        start = index * self.batch_size
-        return [int(i) for i in self._sequence[start : start + self.batch_size]]
-
-    def why_not_resumable(self, step: int) -> str:
-        """Why a run after `step` steps needs the private state to go on, or ""."""
-        if self.is_seeded or step % self.num_batches == 0:
-            return ""
-        return "the order of the epoch that it is in the middle of"
-
-    def private_state(self, step: int) -> dict[str, Any]:
-        """Plain types that restore what was drawn for step `step` and later. Secret."""
-        if self._epoch != step // self.num_batches:
-            return {"epoch": -1}
-        return {"epoch": self._epoch, "order": [int(index) for index in self._sequence]}
-
-    def load_private_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `private_state` returned."""
-        self._epoch = int(state["epoch"])
-        if self._epoch >= 0:
-            self._sequence = _restored(state["order"], self.records)
+    def _drawn(self, number: int) -> _Draw:
+        size, order = len(self.records), self.records
+        if self._keys is not None:
+            order = _taken(order, self._keys.permutation(number, size))  # type: ignore[assignment]
+        return _Draw(order, range(self.batch_size, size + 1, self.batch_size))
 
 
 class BinsPlan(BatchPlan):
     """Every record draws a batch of the epoch by itself: once, or anew for every epoch.
 
-    It takes as long as there are records, once or in every epoch. If more than `max_batch_size` are
-    in one batch, a uniform subset of that many stays and the others are DROPPED, for as long as the
-    draw holds.
-
-    Args:
-        records: The indices of all records.
-        batch_size: b, what a step divides by; there are n/b batches in an epoch, rounded up.
-        order: BALLS_IN_BINS or BALLS_IN_BINS_REDRAWN.
-        keys: Where the randomness comes from.
-        max_batch_size: The cap, or None.
-        sampling_rate: One over the number of batches in an epoch, if it is not to follow from the
-            records; or None.
+    There are n/b batches in an epoch, rounded up. A draw takes as long as there are records. If
+    more than `max_batch_size` are in one batch, a uniform subset of that many stays and the others
+    are DROPPED, for as long as the draw holds.
     """
-
-    def __init__(
-        self,
-        records: Sequence[int],
-        batch_size: int,
-        order: BatchOrder,
-        keys: RandomKeys,
-        max_batch_size: int | None = None,
-        sampling_rate: float | None = None,
-    ):
-        super().__init__(records, batch_size, order, keys)
-        self._random, self._records, self.max_batch_size = keys, _indexed(records), max_batch_size
-        self.sampling_rate, self._is_one_draw = sampling_rate, order is BatchOrder.BALLS_IN_BINS
-        self._draws: dict[int, list[np.ndarray]] = {}  # batches by epoch
 
     @property
     def description(self) -> str:
-        """What is checked about the batches, in words."""
+        """The checked properties of the batches, in words."""
         cap = "" if self.max_batch_size is None else f", at most {self.max_batch_size}"
-        when = "once" if self._is_one_draw else "anew for every epoch"
+        when = "once" if self.repeats else "anew for every epoch"
         return (
             f"indices of the batches: one of {self.num_batches} drawn by every record by itself, "
             f"{when}{cap}, one step each, empty batches included"
         )
 
-    def _place(self, step: int) -> tuple[int, int]:
-        """The draw that a step is of, and its batch."""
-        epoch, batch = divmod(step, self.num_batches)
-        return (0 if self._is_one_draw else epoch), batch
-
-    def batch(self, step: int) -> list[int]:
-        """The indices of the records of step `step` >= 0."""
-        draw, batch = self._place(step)
-        if draw not in self._draws:
-            assert draw > max(self._draws, default=-1), "the draw of an earlier epoch is gone"
-            self._draws[draw] = self._drawn(draw)
-        found: list[int] = self._draws[draw][batch].tolist()
-        return found
-
-    def _drawn(self, draw: int) -> list[np.ndarray]:
-        number, cap = self.num_batches, self.max_batch_size
-        first = draw * (number + 1)  # of the numbers of its draws
-        bins = self._random.bins(first, len(self.records), number)
-        places = np.argsort(bins, kind="stable")
-        batches = np.split(places, np.cumsum(np.bincount(bins, minlength=number))[:-1])
-        for index, own in enumerate(batches):
-            if cap is not None and len(own) > cap:
-                batches[index] = own[self._random.subset(first + 1 + index, len(own), cap)]
-        return [_taken(self._records, own) for own in batches]
-
-    def num_rows(self, step: int) -> int:
-        """The number of records of a step whose batch was drawn."""
-        draw, batch = self._place(step)
-        return len(self._draws[draw][batch])
-
-    def start_pass(self, step: int) -> None:
-        """A pass of the loader starts at `step`; earlier batches may be forgotten."""
-        earliest = self._place(step)[0] - 1  # whose last steps may still be looked at
-        self._draws = {draw: found for draw, found in self._draws.items() if draw >= earliest}
-
-    def why_not_resumable(self, step: int) -> str:
-        """Why a run after `step` steps needs the private state to go on, or ""."""
-        if self.is_seeded or not step:
-            return ""
-        if self._is_one_draw:
-            return "the batches of the records, which stay the same for the whole run"
-        return (
-            "the batches of the epoch that it is in the middle of" if self._place(step)[1] else ""
-        )
-
-    def private_state(self, step: int) -> dict[str, Any]:
-        """Plain types that restore what was drawn for step `step` and later. Secret."""
-        first = self._place(step)[0]
-        kept = {draw: found for draw, found in self._draws.items() if draw >= first}
-        return {"draws": {k: [own.tolist() for own in found] for k, found in kept.items()}}
-
-    def load_private_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `private_state` returned."""
-        draws = {
-            int(draw): [np.asarray(own, dtype=np.int64) for own in found]
-            for draw, found in state["draws"].items()
-        }
-        for found in draws.values():
-            held = np.concatenate(found)
-            is_once = len(np.unique(held)) == len(held) and np.isin(held, self._records).all()
-            if len(found) != self.num_batches or not is_once:
-                raise ValueError("The private state is damaged: a batch holds unknown records.")
-        self._draws = draws
+    def _drawn(self, number: int) -> _Draw:
+        keys, count, cap = self._keys, self.num_batches, self.max_batch_size
+        assert keys is not None
+        first = number * (count + 1)  # of the numbers of its draws
+        bins = keys.bins(first, len(self.records), count)
+        places, sizes = np.argsort(bins, kind="stable"), np.bincount(bins, minlength=count)
+        if cap is not None:
+            batches = np.split(places, np.cumsum(sizes)[:-1])
+            for index, own in enumerate(batches):
+                if len(own) > cap:
+                    batches[index] = own[keys.subset(first + 1 + index, len(own), cap)]
+            places, sizes = np.concatenate(batches), np.minimum(sizes, cap)
+        return _Draw(_taken(self.records, places), np.cumsum(sizes).tolist())
 
 
 class SampledPlan(BatchPlan):
@@ -451,38 +399,21 @@ class SampledPlan(BatchPlan):
     data.
 
     WITHOUT_REPLACEMENT: a uniform subset of b records.
-
-    Args:
-        records: The indices of all records.
-        batch_size: b; of POISSON batches what a step divides by.
-        order: POISSON or WITHOUT_REPLACEMENT.
-        keys: Where the randomness comes from.
-        max_batch_size: The cap of POISSON batches, or None.
-        sampling_rate: The rate of POISSON batches, if it is not b/n; or None.
     """
 
     draws_every_step = True
 
-    def __init__(
-        self,
-        records: Sequence[int],
-        batch_size: int,
-        order: BatchOrder,
-        keys: RandomKeys,
-        max_batch_size: int | None = None,
-        sampling_rate: float | None = None,
-    ):
-        super().__init__(records, batch_size, order, keys)
-        self._random, self._records, self.max_batch_size = keys, _indexed(records), max_batch_size
-        self.sampling_rate = sampling_rate
-        rate = batch_size / len(records) if sampling_rate is None else sampling_rate
-        is_poisson = order is BatchOrder.POISSON
-        self._law = Binomial(len(records), int(rate * _KEY_RANGE)) if is_poisson else None
-        self._batches: dict[int, list[int]] = {}
+    @functools.cached_property
+    def _law(self) -> Binomial | None:
+        if self.order is not BatchOrder.POISSON:
+            return None
+        records, rate = len(self.records), self.sampling_rate
+        rate = self.batch_size / records if rate is None else rate
+        return Binomial(records, int(rate * _KEY_RANGE))
 
     @property
     def description(self) -> str:
-        """What is checked about the batches, in words."""
+        """The checked properties of the batches, in words."""
         if self.order is BatchOrder.WITHOUT_REPLACEMENT:
             return "indices of the batches: b records drawn anew for every step, one step each"
         cap = "" if self.max_batch_size is None else f", at most {self.max_batch_size}"
@@ -495,72 +426,95 @@ class SampledPlan(BatchPlan):
             f"{rate}{cap}, one step each, empty batches included"
         )
 
-    def batch(self, step: int) -> list[int]:
-        """The indices of the records of step `step` >= 0."""
-        if step not in self._batches:
-            self._batches[step] = _taken(self._records, self._draw(step)).tolist()
-        return self._batches[step]
+    def _place(self, step: int) -> tuple[int, int]:
+        return step, 0
+
+    def _drawn(self, number: int) -> _Draw:
+        chosen = _taken(self.records, self._draw(number))
+        return _Draw(chosen, [len(chosen)])
 
     def _draw(self, step: int) -> np.ndarray:
-        size = self.batch_size if self._law is None else self._random.size(step, self._law)
+        assert self._keys is not None
+        size = self.batch_size if self._law is None else self._keys.size(step, self._law)
         if self.max_batch_size is not None:
             size = min(size, self.max_batch_size)
-        return self._random.subset(step, len(self.records), size)
-
-    def num_rows(self, step: int) -> int:
-        """The number of records of a step whose batch was drawn."""
-        return len(self._batches[step])
-
-    def start_pass(self, step: int) -> None:
-        """A pass of the loader starts at `step`; earlier batches may be forgotten."""
-        self._batches = {k: batch for k, batch in self._batches.items() if k >= step}
-
-    def private_state(self, step: int) -> dict[str, Any]:
-        """Plain types that restore what was drawn for step `step` and later. Secret."""
-        return {"batches": {k: list(b) for k, b in self._batches.items() if k >= step}}
-
-    def load_private_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `private_state` returned."""
-        known = {int(index) for index in self.records}
-        batches = {int(k): [int(i) for i in batch] for k, batch in state["batches"].items()}
-        if any(len(set(b)) < len(b) or not known.issuperset(b) for b in batches.values()):
-            raise ValueError("The private state is damaged: a batch holds unknown records.")
-        self._batches = batches
+        return self._keys.subset(step, len(self.records), size)
 
 
-def poisson_plan(
+def plan_of(
+    order: BatchOrder,
     records: Sequence[int],
-    num_batches: int,
+    batch_size: int,
     keys: RandomKeys,
+    *,
     max_batch_size: int | None = None,
-) -> SampledPlan:
-    """Poisson batches at the rate, and with the divisor, of Opacus' own engine.
+    sampling_rate: float | None = None,
+    num_batches: int | None = None,
+    drops: bool = False,
+    how: str,
+) -> BatchPlan:
+    """The batches of a run over `records`.
 
-    Opacus samples at a rate of 1/num_batches and divides by n/num_batches, rounded down. Where b
-    does not divide n, that is a little less than b/n, and the accountants of Opacus report it so.
+    Opacus samples Poisson batches at a rate of 1/num_batches and divides by n/num_batches, rounded
+    down. Where b does not divide n, that is a little less than b/n.
 
     Args:
-        records: The indices of all n records.
-        num_batches: Of one pass, as a loader of batches of b records counts them.
-        keys: Where the randomness comes from.
-        max_batch_size: The cap, or None.
+        order: Batch order that is accounted.
+        records: Indices of all n records.
+        batch_size: b; FULL has one batch of all records, whatever it is.
+        keys: Source of what is drawn.
+        max_batch_size: Cap of batches of random sizes, or None.
+        sampling_rate: Constant rate of those batches, whose divisor b is then constant; or None.
+        num_batches: Poisson batches of one pass, as the user's loader counts them; None for n/b,
+            rounded up.
+        drops: Whether the last records that fill no batch of an order with equal batches are left
+            out.
+        how: How the user says so, for an error.
+
+    Raises:
+        UnsupportedRunError: Equal batches cannot be made.
     """
-    rate, size = 1 / num_batches, len(records)
-    divisor = max(1, int(size * rate))  # as in Opacus, to the last bit
-    own = None if rate == divisor / size else rate
-    return SampledPlan(records, divisor, BatchOrder.POISSON, keys, max_batch_size, own)
+    size = len(records)
+    if order is BatchOrder.FULL:
+        return EqualPlan(records, size, order)
+    if order is BatchOrder.POISSON and sampling_rate is None:
+        rate = 1 / (num_batches or -(-size // batch_size))
+        batch_size = max(1, int(size * rate))  # as in Opacus, to the last bit
+        sampling_rate = None if rate == batch_size / size else rate
+    elif order in BINS and sampling_rate is None:
+        batch_size = min(batch_size, size)
+    if order in OF_RANDOM_SIZE:
+        kind = BinsPlan if order in BINS else SampledPlan
+        return kind(records, batch_size, order, keys, max_batch_size, sampling_rate)
+    if batch_size > size:
+        raise UnsupportedRunError(
+            f"Expected batch_size <= {size}, the number of records, got {batch_size}. Lower it."
+        )
+    if order is BatchOrder.WITHOUT_REPLACEMENT:
+        return SampledPlan(records, batch_size, order, keys)
+    used = size // batch_size * batch_size
+    if used < size and not drops:
+        raise UnsupportedRunError(
+            f"Expected a batch_size that divides the {size} records, got {batch_size}: "
+            f"{order.value} batches must all have the same size. Choose a batch size that divides "
+            f"{size}, or pass {how} to use only the first {used} records. Or use "
+            'batch_order="poisson" (the default) or "without_replacement", which take any batch '
+            "size."
+        )
+    if used < size:
+        _logger.info(
+            "%s: batches of %d use the first %d of %d records; dataset_size is %d",
+            how, batch_size, used, size, used,
+        )  # fmt: skip
+    is_fixed = order is BatchOrder.CYCLIC
+    return EqualPlan(records[:used], batch_size, order, None if is_fixed else keys)
 
 
-def _indexed(records: Sequence[int]) -> range | np.ndarray:
-    """What `_taken` takes from; of a range no array of all is made."""
-    return records if isinstance(records, range) else np.asarray(records)
-
-
-def _taken(records: range | np.ndarray, places: np.ndarray) -> np.ndarray:
-    """The records at these places."""
+def _taken(records: Sequence[int], places: np.ndarray) -> np.ndarray:
+    """The records at these places; of a range no array of all is made."""
     if isinstance(records, range):
         return records.start + records.step * places
-    taken: np.ndarray = records[places]
+    taken: np.ndarray = np.asarray(records)[places]
     return taken
 
 
@@ -573,13 +527,3 @@ def hash_of(records: Sequence[int] | np.ndarray) -> str:
             part = np.arange(part.start, part.stop, part.step, dtype=np.int64)  # type: ignore[assignment]
         found.update(np.asarray(part, dtype=np.int64).tobytes())
     return found.hexdigest()
-
-
-def _restored(order: Any, records: Sequence[int]) -> np.ndarray:
-    sequence = np.asarray(order)
-    if not np.array_equal(np.sort(sequence), np.sort(np.asarray(records))):
-        raise ValueError(
-            "Expected the order of the same records in the private state, got another. Load the "
-            "checkpoint into a run of the same data set."
-        )
-    return sequence

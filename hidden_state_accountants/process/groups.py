@@ -113,8 +113,10 @@ def _of_largest_data_set(event: LastIterateDpEvent, size: int) -> LastIterateDpE
     Under ADD_OR_REMOVE_ONE a guarantee is about pairs of n - 1 and n, and of n and n + 1 records.
     """
     records = event.dataset_size + size - 1
-    if event.batch_order is not BatchOrder.FULL:
+    if event.batch_order in OF_RANDOM_SIZE:
         return attrs.evolve(event, dataset_size=records, sampling_rate=event.sampling_probability)
+    if event.batch_order is not BatchOrder.FULL:
+        return event  # which every bound refuses under this relation, by name
     # Sums are divided by the same number as before, of which the learning rate keeps a part.
     longer = records / event.batch_size
     return attrs.evolve(

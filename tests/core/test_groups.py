@@ -204,6 +204,13 @@ class TestAccountant:
             hsa.LastIterateAccountant(group_size=0)
 
 
+@pytest.mark.parametrize("order", ["cyclic", "shuffled_once", "reshuffled", "without_replacement"])
+def test_batches_of_a_fixed_size_are_not_supported_where_records_are_added_or_removed(order):
+    accountant = hsa.LastIterateAccountant(ADD, group_size=2)
+    assert not accountant.supports(run(batch_order=order))
+    assert accountant.supports(run(batch_order="poisson"))
+
+
 class TestEverywhere:
     FULL: ClassVar = {"batch_order": "full", "batch_size": 12}
 

@@ -9,6 +9,7 @@ pytest.importorskip("tensorflow")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
+from hidden_state_adapters.batch_plans import SampledPlan
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateUpdate,
     DiceUpdate,
@@ -107,9 +108,7 @@ def test_what_fills_a_batch_up_has_no_influence(dealt, monkeypatch):
     x = X.copy()
     x[0] = np.nan
     fixed = [[1, 2, 3], [], [4], [5, 6, 7, 8]]
-    monkeypatch.setattr(
-        owned_batches.SampledPlan, "_draw", lambda plan, step: np.array(fixed[step], int)
-    )
+    monkeypatch.setattr(SampledPlan, "_draw", lambda plan, step: np.array(fixed[step], int))
     model = make(noise_multiplier=0.0, compile={"jit_compile": True})
     model.build((None, FEATURES))
     start = model.get_weights()

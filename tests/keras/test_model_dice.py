@@ -18,8 +18,8 @@ import h5py
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
+from hidden_state_adapters.batch_plans import SampledPlan
 from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential, keras_api
-from hidden_state_adapters.tf_privacy import batches as owned_batches
 from hidden_state_adapters.tf_privacy.gradients import RowByRow
 
 optimizers = tf.keras.optimizers
@@ -116,9 +116,7 @@ def test_every_order(order, dealt, in_float64):
 def test_compiled_and_eager_steps(compile, automatic, dealt, monkeypatch):
     """Poisson batches, one of them empty, and filled up under XLA."""
     fixed = [[1, 2, 3], [], [4], [5, 6, 7, 8], [0, 9], [11]]
-    monkeypatch.setattr(
-        owned_batches.SampledPlan, "_draw", lambda plan, step: np.array(fixed[step], int)
-    )
+    monkeypatch.setattr(SampledPlan, "_draw", lambda plan, step: np.array(fixed[step], int))
     rule = RULES["automatic" if automatic else "sgd"](sgd())
     model = make(rule, compile=compile, batch_order="poisson")
     fit(model)

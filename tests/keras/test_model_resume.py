@@ -252,7 +252,7 @@ def test_what_a_state_needs():
     with pytest.raises(hsa.UnsupportedRunError, match="neighboring_relation = REPLACE_SPECIAL"):
         gone_on(*saved(fit(make())), neighboring_relation="REPLACE_ONE")
     model = fit(make(batch_order="shuffled_once"))
-    with pytest.raises(hsa.UnsupportedRunError, match="cannot go on without the order"):
+    with pytest.raises(hsa.UnsupportedRunError, match="cannot go on without the batches"):
         model.state(stays_private=True)
     with pytest.raises(ValueError, match="stays_private = True"):
         model.state(include_private_state=True)

@@ -39,14 +39,14 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "opacus/test_batch_plans.py::test_balls_in_bins_are_independent_and_uniform": {
             "every_epoch_has_the_bins_of_the_first_one": (
-                "return (0 if self._is_one_draw else epoch), batch",
-                "return 0, batch",
+                "return (0 if self.repeats else epoch), index",
+                "return 0, index",
             ),
         },
         "keras/test_model_attacks.py::test_secret_batches_are_drawn_by_the_operating_system": {
             "every_epoch_has_the_order_of_the_first_one": (
-                "        if epoch != self._epoch:\n            assert",
-                "        if self._epoch < 0:\n            assert",
+                "self._keys.permutation(number, size)",
+                "self._keys.permutation(0, size)",
             ),
         },
         "opacus/test_batch_plans.py::test_subsets_of_every_size_are_uniform": {
@@ -57,8 +57,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "opacus/test_batch_plans.py::test_poisson_batches_are_independent_coins": {
             "sizes_of_batches_are_those_of_one_record_less": (
-                "Binomial(len(records), int(",
-                "Binomial(len(records) - 1, int(",
+                "Binomial(records, int(",
+                "Binomial(records - 1, int(",
             ),
         },
     },
@@ -422,17 +422,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "../adapters/hidden_state_adapters/tf_privacy/batches.py": {
-        "keras/test_model_attacks.py::test_secret_batches_are_drawn_by_the_operating_system": {
-            "secret_batches_have_a_seed": ("keys = RandomKeys()", "keys = RandomKeys(seed=0)"),
-        },
-        "keras/test_add_or_remove.py": {
-            "the_number_of_examples_is_in_the_event_under_add_or_remove": (
-                "        plan.dataset_size = max(batch_size, round(batch_size / sampling_rate))\n",
-                "",
-            ),
-        },
-    },
     "../adapters/hidden_state_adapters/tf_privacy/blocks.py": {
         "keras/test_model_blocks.py::test_the_account_is_that_of_the_event": {
             "blocks_are_accounted_as_one": ('"num_blocks": len(self.blocks),', '"num_blocks": 1,'),
@@ -561,6 +550,18 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
     },
     "../adapters/hidden_state_adapters/tf_privacy/run.py": {
+        "keras/test_model_attacks.py::test_secret_batches_are_drawn_by_the_operating_system": {
+            "secret_batches_have_a_seed": (
+                "            RandomKeys(),",
+                "            RandomKeys(seed=0),",
+            ),
+        },
+        "keras/test_add_or_remove.py": {
+            "the_number_of_examples_is_in_the_event_under_add_or_remove": (
+                "            self.plan.hide_size()",
+                "            pass",
+            ),
+        },
         "keras/test_private_run.py::TestEager::test_a_step_that_was_interrupted_is_not_forgotten": {
             "a_step_that_was_not_recorded_is_forgotten": (
                 "        if first != record.num_batches:\n",

@@ -18,12 +18,11 @@ from hidden_state_accountants import BatchOrder
 from hidden_state_adapters import batch_plans
 from hidden_state_adapters.batch_plans import (
     BinsPlan,
-    FixedPlan,
+    EqualPlan,
     RandomKeys,
-    ReshuffledPlan,
     SampledPlan,
     Share,
-    poisson_plan,
+    plan_of,
 )
 from hidden_state_adapters.binomial import DRAWN_BITS, Binomial
 
@@ -31,11 +30,11 @@ RECORDS = (7, 3, 11, 2, 5, 0)  # indices into a larger data set
 
 
 def shuffled(seed=None, records=RECORDS, b=2):
-    return FixedPlan(records, b, BatchOrder.SHUFFLED_ONCE, RandomKeys(seed))
+    return EqualPlan(records, b, BatchOrder.SHUFFLED_ONCE, RandomKeys(seed))
 
 
 def reshuffled(seed=None, records=RECORDS, b=2):
-    return ReshuffledPlan(records, b, RandomKeys(seed))
+    return EqualPlan(records, b, BatchOrder.RESHUFFLED, RandomKeys(seed))
 
 
 def subsets(seed=None, records=RECORDS, b=2):
@@ -52,6 +51,10 @@ def bins(seed=None, records=RECORDS, b=2, cap=None):
 
 def redrawn(seed=None, records=RECORDS, b=2, cap=None):
     return BinsPlan(records, b, BatchOrder.BALLS_IN_BINS_REDRAWN, RandomKeys(seed), cap)
+
+
+def poisson_batches(records, b, secret=None):
+    return plan_of(BatchOrder.POISSON, records, b, RandomKeys(secret=secret), how="")
 
 
 SECRET = [shuffled, reshuffled, subsets, poisson, bins, redrawn]
@@ -177,8 +180,8 @@ def test_bins_go_on_where_they_stopped(make):
     assert not make(seed=1).why_not_resumable(1)
     damaged = plan.private_state(6)
     found = next(iter(damaged["draws"].values()))
-    found[0] = [*found[0], 20]
-    with pytest.raises(ValueError, match="unknown records"):
+    found[0] = [20, *found[0][1:]]
+    with pytest.raises(ValueError, match="same records"):
         again.load_private_state(damaged)
 
 
@@ -290,13 +293,13 @@ def test_a_secret_order_is_neither_copied_nor_shown(make):
 
 
 def test_a_public_order_may_be_copied():
-    plan = FixedPlan(RECORDS, 2, BatchOrder.CYCLIC)
+    plan = EqualPlan(RECORDS, 2, BatchOrder.CYCLIC)
     assert copy.deepcopy(plan).batch(1) == pickle.loads(pickle.dumps(plan)).batch(1) == [11, 2]
-    other = FixedPlan(tuple(reversed(RECORDS)), 2, BatchOrder.CYCLIC)
+    other = EqualPlan(tuple(reversed(RECORDS)), 2, BatchOrder.CYCLIC)
     assert plan.fingerprint() != other.fingerprint()
     assert (
-        FixedPlan(range(4), 2, BatchOrder.CYCLIC).fingerprint()
-        == FixedPlan([0, 1, 2, 3], 2, BatchOrder.CYCLIC).fingerprint()
+        EqualPlan(range(4), 2, BatchOrder.CYCLIC).fingerprint()
+        == EqualPlan([0, 1, 2, 3], 2, BatchOrder.CYCLIC).fingerprint()
     )
 
 
@@ -318,13 +321,15 @@ def test_private_state_goes_on_with_the_same_batches(make, step):
     }[make]
     steps = range(step, step + drawn)
     assert [other.batch(k) for k in steps] == [plan.batch(k) for k in steps]
-    for name in ("order", "batches"):
+    for damage in ([99], [99, 99], []):
         damaged = plan.private_state(step)
-        if name not in damaged:
-            continue
-        damaged[name] = {step: [99]} if name == "batches" else [i + 1 for i in damaged[name]]
+        for own in damaged["draws"].values():
+            own[0] = [*own[0][len(damage) :], *damage]
+            own[1] = own[1] if damage else [len(own[0]) + 1]
         with pytest.raises(ValueError, match="private state"):
             make().load_private_state(damaged)
+    with pytest.raises(ValueError, match="private state"):
+        make().load_private_state({"order": [0, 1, 2]})  # as it was stored before
 
 
 @pytest.mark.parametrize(
@@ -346,7 +351,7 @@ def test_keys_are_those_of_the_operating_system(monkeypatch):
 @pytest.mark.parametrize("secret", [None, b"32 bytes that nobody ever knows."])
 def test_poisson_batches_of_every_source(secret):
     """Each record joins with its probability, by itself, and every process finds the same ones."""
-    plan = poisson_plan(range(5, 205, 2), 4, RandomKeys(secret=secret), None)
+    plan = poisson_batches(range(5, 205, 2), 25, secret)
     batches = [plan.batch(step) for step in range(400)]
     assert all(batch == sorted(set(batch)) for batch in batches)
     counts = np.bincount(np.concatenate(batches), minlength=205)
@@ -356,7 +361,7 @@ def test_poisson_batches_of_every_source(secret):
     assert counts[5::2].std() == pytest.approx(np.sqrt(75), rel=0.45)
     neighbours = np.corrcoef(np.array([[r in batch for r in (5, 7, 19)] for batch in batches]).T)
     assert np.abs(neighbours[np.triu_indices(3, 1)]).max() < 0.3  # 0.05 by chance
-    again = poisson_plan(range(5, 205, 2), 4, RandomKeys(secret=secret), None)
+    again = poisson_batches(range(5, 205, 2), 25, secret)
     assert ([again.batch(step) for step in range(400)] == batches) == (secret is not None)
 
 
@@ -374,9 +379,9 @@ def test_memory_does_not_grow_with_the_records(order):
     tracemalloc.start()
     try:
         if order is BatchOrder.CYCLIC:
-            plan = FixedPlan(records, 1000, order)
+            plan = EqualPlan(records, 1000, order)
         else:
-            plan = poisson_plan(records, 30_000, RandomKeys(), None)
+            plan = poisson_batches(records, 1000)
         assert len(plan.batch(0)) < 2000
         peak = tracemalloc.get_traced_memory()[1]
     finally:

@@ -62,7 +62,7 @@ def test_a_secret_order_goes_on_with_its_private_state(make_run, tmp_path, order
     torch.load(path, weights_only=True)
     second.engine.load_checkpoint(path=path)
     features = second.loader.dataset.tensors[0]
-    drawn_ahead = len(plan.private_state(8).get("batches", range(4)))
+    drawn_ahead = len(plan.private_state(8)["draws"]) if plan.draws_every_step else 4
     assert drawn_ahead or not workers
     expected = [plan.batch(k) for k in range(8, 12)]
     for k, batch in enumerate(second.loader):
@@ -76,9 +76,9 @@ def test_a_secret_order_goes_on_with_its_private_state(make_run, tmp_path, order
 @pytest.mark.parametrize(
     ("order", "stop", "missing"),
     [
-        ("shuffled_once", 6, "the order of the records, which stays"),
-        ("shuffled_once", 8, "the order of the records, which stays"),
-        ("reshuffled", 8, "the order of the epoch"),
+        ("shuffled_once", 6, "the batches of the records, which stay"),
+        ("shuffled_once", 8, "the batches of the records, which stay"),
+        ("reshuffled", 8, "the batches of the epoch"),
         ("reshuffled", 6, ""),
         ("without_replacement", 8, ""),
         ("poisson", 8, ""),
@@ -117,7 +117,7 @@ def test_private_state_of_other_records(make_run, tmp_path):
     steps(first, 2)
     first.engine.save_checkpoint(path=path, **PRIVATE)
     second = make_run(batch_order="reshuffled", loader={"dataset": Subset(data, range(40))})
-    with pytest.raises(ValueError, match="order of the same records"):
+    with pytest.raises(ValueError, match="batches of the same records"):
         second.engine.load_checkpoint(path=path)
     assert second.steps == 0
 

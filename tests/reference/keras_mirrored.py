@@ -10,13 +10,13 @@ import sys
 import numpy as np
 import tensorflow as tf
 
+from hidden_state_adapters.batch_plans import SampledPlan
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateUpdate,
     DiceUpdate,
     HiddenStateSequential,
     keras_api,
 )
-from hidden_state_adapters.tf_privacy import batches as owned_batches
 
 RECORDS, FEATURES, BATCH = 12, 3, 5
 layers, optimizers = tf.keras.layers, tf.keras.optimizers
@@ -89,7 +89,7 @@ def difference(strategy, stack=head, **kwargs):
 
 
 def poisson(strategy):
-    owned_batches.SampledPlan._draw = lambda plan, step: np.array(FIXED[step % 6], int)
+    SampledPlan._draw = lambda plan, step: np.array(FIXED[step % 6], int)
     return difference(strategy, normalised, batch_order="poisson")
 
 

@@ -75,19 +75,12 @@ class DeclaredRun:
 
     @property
     def batches(self) -> dict[str, Any]:
-        """The fields of an event that are about the batches.
-
-        Where adding or removing a record changes their number, it is not among them: its place has
-        what the declared constants say.
-        """
-        plan, size = self.plan, len(self.plan.records)
-        if self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
-            assert plan.sampling_rate is not None
-            size = max(plan.batch_size, round(plan.batch_size / plan.sampling_rate))
+        """The fields of an event that are about the batches."""
+        plan = self.plan
         return {
             "batch_order": plan.order,
             "batch_size": plan.batch_size,
-            "dataset_size": size,
+            "dataset_size": plan.dataset_size,
             "sampling_rate": plan.sampling_rate,
         }
 
@@ -185,6 +178,8 @@ class DeclaredRun:
             arguments.batch_order,
             secret=None if group is None else group.secret,
         )
+        if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            plan.hide_size()
         if group is not None:
             if plan.batch_size < group.size and plan.order not in OF_RANDOM_SIZE:
                 raise UnsupportedRunError(

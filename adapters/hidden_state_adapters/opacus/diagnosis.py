@@ -40,8 +40,7 @@ def diagnosis(
     return (
         _broadcast(output, target, slopes_at, got)
         or _factors(target, slopes, got, is_label)
-        or _softmax(output, target, slopes, got, is_label)
-        or _pairs(target, slopes, got, output, is_label)
+        or (_softmax(output, target, slopes, got) if is_label else "")
         or "another loss, a hook, other weights in the training pass, or other targets than those "
         f"of the batch that the loader dealt. {REMEDY[:-1]}"
     )
@@ -57,10 +56,8 @@ def _broadcast(
     rows = len(got)
     if rows < 2 or output.shape[1] > 1:
         return ""
-    sums = torch.zeros_like(got)
-    for shift in range(rows):
-        sums += slopes_at(target.roll(shift, dims=0))
-    if not torch.linalg.vector_norm(got - sums / rows) < _ALIKE * torch.linalg.vector_norm(got):
+    sums = sum(slopes_at(target.roll(shift, dims=0)) for shift in range(rows))
+    if not _are_alike(got, sums / rows):
         return ""
     return (
         "it compares every output with the targets of all records: shapes (b, 1) of the outputs "
@@ -73,8 +70,7 @@ def _factors(target: torch.Tensor, slopes: torch.Tensor, got: torch.Tensor, is_l
     """Rows that have the right direction and another length."""
     squares = (slopes * slopes).sum(dim=1)
     factors = (got * slopes).sum(dim=1) / squares.clamp(min=torch.finfo(squares.dtype).tiny)
-    rest = torch.linalg.vector_norm(got - factors[:, None] * slopes)
-    if not rest <= _ALIKE * torch.linalg.vector_norm(got):
+    if not _are_alike(got, factors[:, None] * slopes):
         return ""
     rows, told = len(got), squares > 1e-6 * squares.max()
     low, high = float(factors[told].min()), float(factors[told].max())
@@ -102,43 +98,25 @@ def _factors(target: torch.Tensor, slopes: torch.Tensor, got: torch.Tensor, is_l
 
 
 def _softmax(
-    output: torch.Tensor,
-    target: torch.Tensor,
-    slopes: torch.Tensor,
-    got: torch.Tensor,
-    is_label: bool,
+    output: torch.Tensor, target: torch.Tensor, slopes: torch.Tensor, got: torch.Tensor
 ) -> str:
-    if not is_label:
-        return ""
-    off = got - slopes
-    hot = F.one_hot(target.reshape(-1).to(output.device), output.shape[1]).to(output)
-    spread = hot - 1 / output.shape[1]
+    """Smoothed labels, or the softmax slopes of other ones."""
+    classes = output.shape[1]
+    hot = F.one_hot(target.reshape(-1).to(output.device), classes).to(output)
+    off, spread = got - slopes, hot - 1 / classes
     smoothing = float((off * spread).sum() / (spread * spread).sum())
-    size = torch.linalg.vector_norm(off)
-    if torch.linalg.vector_norm(off - smoothing * spread) <= _ALIKE * size:
+    if _are_alike(off, smoothing * spread):
         return f"label_smoothing = {smoothing:.3g}. Pass the criterion that has it"
-    best = min(
-        (float(torch.linalg.vector_norm(got - ((output / t).softmax(dim=1) - hot) / t)), t)
-        for t in (2.0 ** (k / 8) for k in range(-40, 41))
-    )
-    return f"a temperature of about {best[1]:.2g}" if best[0] <= 0.1 * float(size) else ""
-
-
-def _pairs(
-    target: torch.Tensor,
-    slopes: torch.Tensor,
-    got: torch.Tensor,
-    output: torch.Tensor,
-    is_label: bool,
-) -> str:
-    """Softmax slopes of other labels."""
-    if not is_label:
-        return ""
-    hot = F.one_hot((got - output.softmax(dim=1)).argmin(dim=1), output.shape[1]).to(output)
-    off = torch.linalg.vector_norm(got - (output.softmax(dim=1) - hot))
-    if not off <= _ALIKE * torch.linalg.vector_norm(got):
+    probabilities = output.softmax(dim=1)
+    other = F.one_hot((got - probabilities).argmin(dim=1), classes).to(output)
+    if not _are_alike(got, probabilities - other):
         return ""
     return (
         "the outputs are paired with other targets than those of their records (shuffled, "
         f"flipped, of another batch?): a record would then act in several rows. {REMEDY[:-1]}"
     )
+
+
+def _are_alike(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    norm = torch.linalg.vector_norm
+    return bool(norm(got - expected) <= _ALIKE * norm(got))

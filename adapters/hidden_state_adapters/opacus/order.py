@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import numbers
 from collections.abc import Hashable, Iterator, Sequence, Sized
 from typing import Any
@@ -24,23 +23,12 @@ from torch.utils.data import (
 
 from hidden_state_accountants import BatchOrder, UnsupportedRunError, validate
 from hidden_state_accountants.events.batch_order import (
-    BINS,
     OF_RANDOM_SIZE,
     parse_batch_order,
     parse_sampling_rate,
 )
-from hidden_state_adapters.batch_plans import (
-    BatchPlan,
-    BinsPlan,
-    FixedPlan,
-    RandomKeys,
-    ReshuffledPlan,
-    SampledPlan,
-    poisson_plan,
-)
+from hidden_state_adapters.batch_plans import BatchPlan, RandomKeys, plan_of
 from hidden_state_adapters.opacus.loader import OrderedBatchSampler
-
-_logger = logging.getLogger("hidden_state_accountants")
 
 _FIXED_ORDER = (
     "Pass a DataLoader(dataset, batch_size=b, shuffle=False); for another order use "
@@ -153,53 +141,35 @@ def plan_batches(
             order has to be fixed, or b does not divide the number of records of an order that
             deals equal batches and the loader does not say ``drop_last=True``.
     """
-    batch_order, seed = batches.order, batches.seed
-    records = _record_order(data_loader, batch_order)
+    order, rate = batches.order, batches.sampling_rate
+    records = _record_order(data_loader, order)
     refuse_repeated_records(data_loader.dataset)
-    size = len(records)
-    if size == 0:
+    if not records:
         raise UnsupportedRunError("Expected at least one record, got an empty data set.")
-    batch_size = data_loader.batch_sampler.batch_size
-    if batch_order is BatchOrder.FULL:
-        if batch_size != size:
-            _logger.info("full batches: every batch holds all %d records", size)
-        return FixedPlan(records, size, batch_order)
-    keys = RandomKeys(seed, secret if seed is None else None)
-    if batch_order is BatchOrder.POISSON:
-        return _poisson_plan(data_loader, records, keys, batches)
-    if batch_order in BINS:
-        divisor = batches.batch_size or min(batch_size, size)
-        return BinsPlan(
-            records, divisor, batch_order, keys, batches.max_batch_size, batches.sampling_rate
-        )
-    if batch_order is BatchOrder.WITHOUT_REPLACEMENT:
-        return SampledPlan(records, batch_size, batch_order, keys)
-    records = _equal_batches(data_loader, records, batch_size, batch_order)
-    if batch_order is BatchOrder.RESHUFFLED:
-        return ReshuffledPlan(records, batch_size, keys)
-    if batch_order is BatchOrder.CYCLIC:
-        return FixedPlan(records, batch_size, batch_order)
-    is_public = seed is not None and not batches.seed_is_secret
-    accounted = BatchOrder.CYCLIC if is_public else batch_order
-    return FixedPlan(records, batch_size, accounted, keys)
-
-
-def _poisson_plan(
-    data_loader: DataLoader, records: Sequence[int], keys: RandomKeys, batches: Batches
-) -> SampledPlan:
-    """Poisson batches at the declared rate, or as many in a pass as the loader has."""
-    if batches.sampling_rate is not None and batches.batch_size is not None:
-        return SampledPlan(
-            records, batches.batch_size, batches.order, keys, batches.max_batch_size,
-            batches.sampling_rate,
-        )  # fmt: skip
-    num_batches, size = len(data_loader), len(records)
-    if num_batches == 0:
-        raise UnsupportedRunError(
-            f"Expected at least one batch, got a batch_size of {data_loader.batch_size} for {size} "
-            "records and drop_last=True. Lower the batch size, or leave drop_last out."
-        )
-    return poisson_plan(records, num_batches, keys, batches.max_batch_size)
+    sampler: Any = data_loader.batch_sampler
+    num_batches = None
+    if order is BatchOrder.POISSON and rate is None:
+        num_batches = len(data_loader)
+        if num_batches == 0:
+            raise UnsupportedRunError(
+                f"Expected at least one batch, got a batch_size of {sampler.batch_size} for "
+                f"{len(records)} records and drop_last=True. Lower the batch size, or leave "
+                "drop_last out."
+            )
+    plan = plan_of(
+        order,
+        records,
+        batches.batch_size or sampler.batch_size,
+        RandomKeys(batches.seed, secret if batches.seed is None else None),
+        max_batch_size=batches.max_batch_size,
+        sampling_rate=rate,
+        num_batches=num_batches,
+        drops=data_loader.drop_last or getattr(sampler, "drop_last", False),
+        how="drop_last=True",
+    )
+    if order is BatchOrder.SHUFFLED_ONCE and plan.is_seeded and not batches.seed_is_secret:
+        plan.order = BatchOrder.CYCLIC
+    return plan
 
 
 def default_order(data_loader: DataLoader, poisson_sampling: bool | None) -> BatchOrder:
@@ -220,34 +190,6 @@ def default_order(data_loader: DataLoader, poisson_sampling: bool | None) -> Bat
         return BatchOrder.FULL
     shuffles = type(sampler) in (RandomSampler, SubsetRandomSampler)
     return BatchOrder.RESHUFFLED if shuffles else BatchOrder.CYCLIC
-
-
-def _equal_batches(
-    data_loader: DataLoader, records: Sequence[int], batch_size: int, batch_order: BatchOrder
-) -> Sequence[int]:
-    size = len(records)
-    used = size // batch_size * batch_size
-    if used == size:
-        return records
-    drops = data_loader.drop_last or getattr(data_loader.batch_sampler, "drop_last", False)
-    if not drops or used == 0:
-        remedy = (
-            f"Choose a batch size that divides {size}, or pass DataLoader(..., drop_last=True) to "
-            f"use only the first {used} records."
-            if used
-            else "Lower the batch size."
-        )
-        raise UnsupportedRunError(
-            f"Expected a batch_size that divides the {size} records, got {batch_size}: "
-            f"{batch_order.value} batches must all have the same size. {remedy} Or use "
-            'batch_order="poisson" (Opacus\' default) or "without_replacement", which take any '
-            "batch size."
-        )
-    _logger.info(
-        "drop_last=True: batches of %d use the first %d of %d records; dataset_size is %d",
-        batch_size, used, size, used,
-    )  # fmt: skip
-    return records[:used]
 
 
 def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[int]:

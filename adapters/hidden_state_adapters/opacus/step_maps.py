@@ -4,13 +4,11 @@ The theorems need of such a map that it is the same in every step and for all da
 moves no two points apart, |P(x) - P(y)| <= |x - y| for all parameters together
 (docs/theory/theorem_a.md). If it brings them closer, by 1/(1 + eta mu), they use that ("A prox
 after the noise"), and the diameter of the set that it maps to; mu is read off a Regulariser and
-never declared. A function cannot be read: it is tried on random pairs at the start, and that it
-does not expand later is the user's word.
+never declared. That a function of the user's own is such a map is declared.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -23,10 +21,6 @@ from hidden_state_accountants import Assumption, Regulariser, UnsupportedRunErro
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.regulariser import ProxOperations, group_axes
 from hidden_state_adapters.opacus.norms import ROUNDING, joint_norm
-
-_SCALES = (0.01, 1.0, 100.0)
-_CLOSENESS = (0.001, 1.0)
-_PAIRS = 3
 
 
 class StepMap:
@@ -230,7 +224,7 @@ class UsersMap(StepMap):
     Args:
         function: A projection, of the list; or a prox, of the list and the step size, which is
             never taken to contract.
-        diameter: Of the set that a projection maps to; None for a prox.
+        diameter: Diameter of the set that a projection maps to; None for a prox.
     """
 
     def __init__(self, function: Callable[..., Any], diameter: float | None = None):
@@ -241,22 +235,15 @@ class UsersMap(StepMap):
                 "the diameter of the projection", diameter, above=0, allow_inf=True
             )
 
-    def __str__(self) -> str:
-        name = getattr(self._function, "__name__", type(self._function).__name__)
-        return f"{self.name}={name}"
-
     def __repr__(self) -> str:
+        name = getattr(self._function, "__name__", type(self._function).__name__)
         if self.name == "prox":
-            return str(self)
-        return f"the set of {self}, of diameter {self._diameter:g}"
+            return f"prox={name}"
+        return f"the set of projection={name}, of diameter {self._diameter:g}"
 
     @torch.no_grad()
-    def _mapped(self, params: Sequence[torch.Tensor], step_size: float) -> list[torch.Tensor]:
-        """Copies of the parameters, mapped; the parameters stay as they are.
-
-        Raises:
-            TypeError: The function changes nothing in place.
-        """
+    def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
+        """See `StepMap.apply`."""
         copies = [p.detach().clone() for p in params]
         given = [(id(copy), copy.data_ptr()) for copy in copies]
         further = (step_size,) if self.name == "prox" else ()
@@ -266,12 +253,7 @@ class UsersMap(StepMap):
                 f"Expected {self.name} to change the tensors of a list in place and to return "
                 "None, got others. Write for example p.clamp_(-1, 1) for each p."
             )
-        return copies
-
-    @torch.no_grad()
-    def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
-        """See `StepMap.apply`."""
-        for param, mapped in zip(params, self._mapped(params, step_size), strict=True):
+        for param, mapped in zip(params, copies, strict=True):
             param.copy_(mapped)
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
@@ -279,48 +261,27 @@ class UsersMap(StepMap):
         return self._diameter
 
     def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
-        """See `StepMap.start`.
-
-        It maps random pairs, with the shapes of the parameters and up to 100 times their size.
-        """
-        size = max(1.0, float(joint_norm(params)))
-        before = [p.detach().clone() for p in params]
-        generator = torch.Generator().manual_seed(0)  # the noise of the run is not touched
-        for scale, closeness, _ in itertools.product(_SCALES, _CLOSENESS, range(_PAIRS)):
-            one = [_random(p, scale * size, generator) for p in params]
-            two = [q + closeness * _random(q, scale * size, generator) for q in one]
-            known = _distance(one, two)
-            found = _distance(self._mapped(one, step_size), self._mapped(two, step_size))
-            if _distance(before, params) != 0:
-                raise UnsupportedRunError(
-                    f"Expected {self} to change the list of tensors that it is given, got one that "
-                    "changed the parameters of the model itself. Loop over its argument, not over "
-                    "model.parameters()."
-                )
-            slack = 1 + ROUNDING
-            if not (found <= known * slack + ROUNDING and found <= self._diameter * slack):
-                raise UnsupportedRunError(
-                    f"Expected a nonexpansive {self}, got a map that takes two points from "
-                    f"distance {known:.6g} to {found:.6g}. Pass the proximal map of a convex "
-                    "function, a Regulariser, or a projection on a convex set with its diameter: "
-                    "normalising or a hard threshold is none of them."
-                )
+        """See `StepMap.start`; the function must leave the parameters of the model alone."""
+        before, mapped = ([p.detach().clone() for p in params] for _ in range(2))
+        self.apply(mapped, step_size)
+        if _distance(before, params):
+            raise UnsupportedRunError(
+                f"Expected {self!r} to change the list of tensors that it is given, got one that "
+                "changed the parameters of the model itself. Loop over its argument, not over "
+                "model.parameters()."
+            )
         if self.name == "projection":
             super().start(params, step_size)
 
     @property
     def assumption(self) -> Assumption:
         """See `StepMap.assumption`."""
-        if self.name == "prox":
-            return Assumption.declared(
-                f"after the noise of every step acts {self}, a map that is nonexpansive at every "
-                "rate, looks at no record, and is the same function in all steps",
-                Topic.REGULARISER,
-            )
+        is_prox = self.name == "prox"
+        does = "after the noise of every step acts" if is_prox else "projected on"
         return Assumption.declared(
-            f"projected on {self!r}, by a map that is nonexpansive, the same in every step and "
-            "looks at no record",
-            Topic.DOMAIN,
+            f"{does} {self!r}, by a map that is nonexpansive at every rate, looks at no record, "
+            "and is the same function in all steps",
+            Topic.REGULARISER if is_prox else Topic.DOMAIN,
         )
 
 
@@ -382,11 +343,6 @@ def _distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> f
     pairs = zip(ones, others, strict=True)
     parts = [torch.linalg.vector_norm(p.detach().double() - o.detach().double()) for p, o in pairs]
     return math.hypot(*(float(part) for part in parts))
-
-
-def _random(like: torch.Tensor, size: float, generator: torch.Generator) -> torch.Tensor:
-    values = torch.randn(like.shape, generator=generator) * (size / math.sqrt(like.numel()))
-    return values.to(like.detach())
 
 
 def _group_norms(values: torch.Tensor, axis: int | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The batches that a plan deals of the examples of a run."""
+"""The batches of a plan, filled up for the device."""
 
 from __future__ import annotations
 
@@ -8,17 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_accountants import BatchOrder, UnsupportedRunError
-from hidden_state_accountants.events.batch_order import BINS
-from hidden_state_adapters.batch_plans import (
-    BatchPlan,
-    BinsPlan,
-    FixedPlan,
-    RandomKeys,
-    ReshuffledPlan,
-    SampledPlan,
-    poisson_plan,
-)
+from hidden_state_adapters.batch_plans import BatchPlan
 
 FEWEST_ROWS = 2  # of a batch on the device, padding included
 
@@ -55,67 +45,6 @@ class Dealer:
         for place, own in zip(stacked, indices, strict=True):
             place[: len(own)] = own
         return np.array(rows), stacked
-
-
-def plan_of(
-    order: BatchOrder,
-    examples: int,
-    batch_size: int,
-    *,
-    max_batch_size: int | None,
-    drop_remainder: bool,
-    sampling_rate: float | None = None,
-) -> BatchPlan:
-    """The batches of a run, drawn by the operating system where they are random.
-
-    Args:
-        order: The batch order that is accounted.
-        examples: Their number.
-        batch_size: b; FULL has one batch of all examples, whatever it is.
-        max_batch_size: The cap of POISSON batches and balls in bins, or None.
-        drop_remainder: Leaves out the last examples that do not fill a batch of an order with equal
-            batches.
-        sampling_rate: Constant rate of POISSON batches; None to compute it, and the divisor, from
-            the number of examples.
-
-    Raises:
-        UnsupportedRunError: Equal batches cannot be made.
-    """
-    keys = RandomKeys()
-    records = range(examples)
-    if sampling_rate is not None:
-        plan = SampledPlan(records, batch_size, order, keys, sampling_rate=sampling_rate)
-        plan.dataset_size = max(batch_size, round(batch_size / sampling_rate))
-        return plan
-    if order is BatchOrder.FULL:
-        return FixedPlan(records, len(records), order)
-    if batch_size > examples:
-        raise UnsupportedRunError(
-            f"Expected batch_size <= {examples}, the number of examples, got {batch_size}. Lower "
-            "it."
-        )
-    if order in BINS:
-        return BinsPlan(records, batch_size, order, keys, max_batch_size)
-    if order is BatchOrder.POISSON:
-        return poisson_plan(records, -(-examples // batch_size), keys, max_batch_size)
-    if order is BatchOrder.WITHOUT_REPLACEMENT:
-        return SampledPlan(records, batch_size, order, keys)
-    used = examples // batch_size * batch_size
-    if used != examples:
-        if not drop_remainder:
-            raise UnsupportedRunError(
-                f"Expected a batch_size that divides the {examples} examples, got {batch_size}: "
-                f"{order.value} batches must all have the same size. Choose another size, pass "
-                f"drop_remainder=True to use only the first {used} examples, or use "
-                'batch_order="poisson" (the default) or "without_replacement", which take any '
-                "batch size."
-            )
-        records = range(used)
-    if order is BatchOrder.RESHUFFLED:
-        return ReshuffledPlan(records, batch_size, keys)
-    return FixedPlan(
-        records, batch_size, order, keys if order is BatchOrder.SHUFFLED_ONCE else None
-    )
 
 
 def multiple_of_sizes(*, is_compiled: bool, expected: int) -> int:

@@ -12,7 +12,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import BatchOrder, LossGeometry, validate
 from hidden_state_accountants.ledger import refuse_in_budget
-from hidden_state_adapters.batch_plans import FixedPlan
+from hidden_state_adapters.batch_plans import EqualPlan
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.data import CyclicBatches, forget_iterated, newest_iterated
 from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer
@@ -194,7 +194,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         declared = optimizer.known(self._declared)
         each = optimizer.examples_of_record(self._batch_size)
         records, size = range(batches.used // each), self._batch_size // each
-        plan = FixedPlan(records, size, BatchOrder.CYCLIC)
+        plan = EqualPlan(records, size, BatchOrder.CYCLIC)
         return RecordedRun(
             self.model,
             optimizer.begin_run(keras_api.trained(self.model), plan, each),

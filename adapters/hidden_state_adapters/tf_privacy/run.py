@@ -21,6 +21,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_accountants.ledger import refuse_in_budget
+from hidden_state_adapters.batch_plans import RandomKeys, plan_of
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import StepsAhead, UpdateRule, rule_and_settings
@@ -29,7 +30,6 @@ from hidden_state_adapters.tf_privacy.batches import (
     Dealer,
     filled,
     multiple_of_sizes,
-    plan_of,
 )
 from hidden_state_adapters.tf_privacy.data import GivenWeights, HeldExamples
 from hidden_state_adapters.tf_privacy.gradients import (
@@ -288,12 +288,16 @@ class PrivateRun(Figures):
             )
         self.plan = plan_of(
             settings.order,
-            self._examples.number,
+            range(self._examples.number),
             size,
+            RandomKeys(),
             max_batch_size=settings.max_batch_size,
-            drop_remainder=settings.drop_remainder,
             sampling_rate=settings.sampling_rate,
+            drops=settings.drop_remainder,
+            how="drop_remainder=True",
         )
+        if settings.sampling_rate is not None:
+            self.plan.hide_size()
         self.steps_per_epoch = number or self.plan.num_batches
         self._replicas = 1 if strategy is None else strategy.num_replicas_in_sync
         fewest = max(FEWEST_ROWS, self._replicas)
