@@ -213,7 +213,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 contracts, which the event says. BallProjection(radius) of all parameters together,
                 BoxProjection(low, high), ParameterBallsProjection(radius). Your own
                 function(list of tensors, step size), or (function(list of tensors), diameter) of a
-                projection, which change the tensors in place; you declare that they are nonexpansive.
+                projection, which change the tensors in place; that they are nonexpansive is
+                declared.
 
                 mechanism: DiceSGD(...), of which every iterate is released and the error stays
                 hidden (docs/papers/dice_sgd.md); BlockCoordinate(...), DP-MBCD, whose groups are

@@ -1,4 +1,4 @@
-"""What the processes that train one run have in common, compared before the first step."""
+"""The fields of a run that are equal in all processes, compared before the first step."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
-import torch
+from torch import nn
 
 from hidden_state_adapters.batch_plans import hash_of
 from hidden_state_adapters.opacus.apart import random_numbers_as_before
 from hidden_state_adapters.opacus.declared import DeclaredRun
-from hidden_state_adapters.opacus.iterate import fingerprint
-from hidden_state_adapters.opacus.loader import tensors_of
 from hidden_state_adapters.opacus.processes import Digest
 from hidden_state_adapters.opacus.registry import AccountedRun
 from hidden_state_adapters.opacus.run import TrainingRun
@@ -25,7 +23,7 @@ _SHOWN = 16  # records that are compared
 def fields_in_common(
     declared: DeclaredRun, noise_multiplier: float, earlier: Sequence[AccountedRun]
 ) -> dict[str, Any]:
-    """What one run has once, of the process that asks; values by name."""
+    """The fields of a run that starts, of the process that asks; values by name."""
     arguments, plan = declared.arguments, declared.plan
     batches = arguments.batch_order
     given = {k: v for k, v in arguments.opacus.items() if k != "noise_generator"}
@@ -34,7 +32,7 @@ def fields_in_common(
     ]
     return {
         "batch_order": plan.order.value,
-        "seed of the order": Digest.of((batches.seed, batches.seed_is_secret)),
+        "seed of the order": Digest.of(batches.seed, batches.seed_is_secret),
         **declared.fields(noise_multiplier),
         "versions": {name: _version(name) for name in _PACKAGES},
         "model": str(arguments.module),
@@ -55,39 +53,30 @@ def fields_in_common(
 
 
 def fields_after_loading(run: TrainingRun) -> dict[str, Any]:
-    """What one checkpoint leaves, of the process that loaded it; values by name."""
+    """The fields of a run that goes on, of the process that loaded it; values by name."""
     private = run.private_state() if run.why_not_resumable(run.num_steps) else {}
     return {
         "run": run.id,
         "number of steps": run.num_steps,
         "weights": _weights(run.declared.inner),
-        "private state": Digest.of({k: _bytes(v) for k, v in private.items()}),
-        "moments": Digest.of([_bytes(s) for s in run.optimizer.state.values()]),
+        "private state": Digest.of(*private.values()),
+        "moments": Digest.of(*run.optimizer.state.values()),
     }
 
 
-def _weights(module: torch.nn.Module) -> Digest:
-    values = [*module.named_parameters(), *module.named_buffers()]
-    return Digest.of([(name, fingerprint(value.detach())) for name, value in values])
+def _weights(module: nn.Module) -> Digest:
+    return Digest.of(dict(module.named_parameters()), dict(module.named_buffers()))
 
 
 def _shown(dataset: Any, records: Sequence[int]) -> tuple[int, Digest | None]:
     """The size, and some of the records where they are the same whenever they are asked for."""
-    places = np.linspace(0, len(records) - 1, min(_SHOWN, len(records))).astype(int)
+    places = np.linspace(0, len(records) - 1, min(_SHOWN, len(records))).astype(int).tolist()
     try:
         with random_numbers_as_before():
-            twice = [[_bytes(dataset[records[i]]) for i in places.tolist()] for _ in range(2)]
+            first, again = (Digest.of(*(dataset[records[i]] for i in places)) for _ in range(2))
     except Exception:  # whatever a data set may raise that is not asked in its turn
         return len(dataset), None
-    return len(dataset), Digest.of(twice[0]) if twice[0] == twice[1] else None
-
-
-def _bytes(value: Any) -> list[Any]:
-    """The numbers of all tensors in nested containers; of other values what is printed."""
-    tensors = [x.detach().cpu().contiguous() for x in tensors_of(value)]
-    if not tensors:
-        return [repr(value)]
-    return [(tuple(x.shape), str(x.dtype), fingerprint(x)) for x in tensors]
+    return len(dataset), first if first == again else None
 
 
 def _version(package: str) -> str:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.batch_plans import Share
+from hidden_state_adapters.opacus.loader import tensors_of
 
 WRAPPERS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
 """Opacus' wrapper for several processes, and torch's."""
@@ -23,20 +24,20 @@ _T = TypeVar("_T")
 _SECRET_BYTES, _NAME_BYTES = 32, 16
 
 News = tuple[str, str]
-"""What one process was told about the run: a kind and a text."""
+"""An event that one process was told of: a kind and a text."""
 
 
 class AgreedError(UnsupportedRunError):
-    """What ended a step in all processes, with the same text; nobody has to be told."""
+    """An error that ended a step in all processes, with the same text; nobody has to be told."""
 
 
 @attrs.frozen
 class Totals:
-    """What the parts of a batch are together: data of the records, which no text shows.
+    """Figures of a whole batch, or of the part of a process: data that no text shows.
 
     Attributes:
-        rows: Records of the logical batch.
-        largest_norm: Of their gradients.
+        rows: Number of records.
+        largest_norm: Largest norm of their gradients.
     """
 
     rows: int = attrs.field(repr=False)
@@ -45,14 +46,14 @@ class Totals:
 
 @attrs.frozen(kw_only=True)
 class _Vote:
-    """What one process says in a step.
+    """The part of one process in the vote of a step.
 
     Attributes:
         settings: All that has to be the same, in words.
-        totals: Of its part of the batch.
-        refusal: Why it takes no step, or "".
-        is_admitted: Whether the run allows the step at all.
-        news: What it was told since the step before.
+        totals: Figures of its part of the batch.
+        refusal: Reason why it takes no step, or "".
+        is_admitted: False if the run allows no step at all.
+        news: Events since the step before.
     """
 
     settings: str = ""
@@ -73,11 +74,12 @@ class ProcessGroup:
     an error in all others.
 
     Attributes:
-        rank: Of this process.
-        size: Processes.
-        heard: Called with what another process was told.
+        rank: Number of this process.
+        size: Number of processes.
+        share: Part of every batch that this process uses.
+        heard: Called with the news of another process.
         secret: Random bytes that process 0 drew from the operating system for the run at hand.
-        run_id: Its name.
+        run_id: Name of the run.
     """
 
     secret: bytes = b""
@@ -85,6 +87,7 @@ class ProcessGroup:
 
     def __init__(self) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
+        self.share = Share(self.rank, self.size)
         self._whole = distributed.group.WORLD
         patience = _patience()
         self._talk = distributed.new_group(backend="gloo", timeout=patience)
@@ -98,11 +101,6 @@ class ProcessGroup:
         return _is_initialized() and distributed.group.WORLD is self._whole
 
     @property
-    def share(self) -> Share:
-        """What this process uses of every batch."""
-        return Share(self.rank, self.size)
-
-    @property
     def draws_noise(self) -> bool:
         """Whether the noise of the run is drawn here: by process 0, once.
 
@@ -113,7 +111,7 @@ class ProcessGroup:
 
     @property
     def assumptions(self) -> Sequence[Assumption]:
-        """What is verified about the processes, and what is taken on trust."""
+        """The checked and the declared assumptions about the processes."""
         return (
             Assumption.checked(
                 f"{self.size} processes with disjoint parts of every batch: the same steps and "
@@ -128,11 +126,10 @@ class ProcessGroup:
     # Before the run
 
     def start_run(self) -> None:
-        """Draws the secret of a run; no news of an earlier one are told."""
+        """Draws the secret and the name of a run; no news of an earlier one are told."""
         drawn = list(secrets.token_bytes(_SECRET_BYTES + _NAME_BYTES))
         told = torch.tensor(drawn, dtype=torch.uint8)
-        with _answering():
-            distributed.broadcast(told, src=0, group=self._talk)
+        _answered(distributed.broadcast, told, src=0, group=self._talk)
         drawn = told.tolist()
         self.secret, self.run_id = bytes(drawn[:_SECRET_BYTES]), bytes(drawn[_SECRET_BYTES:]).hex()
         self._news = []
@@ -140,7 +137,7 @@ class ProcessGroup:
     def agreed(
         self, prepare: Callable[[], _T], fields: Callable[[_T], Mapping[str, Any]] | None = None
     ) -> _T:
-        """What `prepare` returns, if it raises in no process and its `fields` are equal in all.
+        """Returns what `prepare` returns, if it raises nowhere and its `fields` are equal in all.
 
         Args:
             prepare: Called once in every process.
@@ -151,30 +148,28 @@ class ProcessGroup:
         """
         made: Any = None
         problem: Exception | None = None
-        described: Mapping[str, Any] = {}
+        described: dict[str, Any] = {}
         try:
             made = prepare()
-            described = {} if fields is None else fields(made)
+            described = {} if fields is None else dict(fields(made))
         except Exception as error:  # whatever it may be, nobody may wait for this process
             problem = error
-        told = self._exchanged((None if problem is None else str(problem), dict(described)))
+        told = self._exchanged((None if problem is None else str(problem), described))
         if problem is not None:
             raise problem
         for rank, (text, others) in enumerate(told):
             if text is not None:
                 raise UnsupportedRunError(f"Process {rank} of {self.size} refused: {text}")
-            self._compare(told[0][1], others, rank)
+            first = told[0][1]
+            for name in dict.fromkeys((*first, *others)):  # the first that differs, in all alike
+                if first.get(name) != others.get(name):
+                    raise UnsupportedRunError(
+                        f"Expected the same {name} in all processes, got {first.get(name)!r} in "
+                        f"process 0 and {others.get(name)!r} in process {rank}: one run has one "
+                        "program. Start the same script with the same arguments, data, seed of "
+                        "the initial model and versions everywhere."
+                    )
         return made  # type: ignore[no-any-return]
-
-    def _compare(self, first: Mapping[str, Any], others: Mapping[str, Any], rank: int) -> None:
-        for name in dict.fromkeys((*first, *others)):  # the first one that differs, in all alike
-            if first.get(name) != others.get(name):
-                raise UnsupportedRunError(
-                    f"Expected the same {name} in all processes, got {first.get(name)!r} in "
-                    f"process 0 and {others.get(name)!r} in process {rank}: one run has one "
-                    "program. Start the same script with the same arguments, data, seed of the "
-                    "initial model and versions everywhere."
-                )
 
     def check_sums(self, device: torch.device) -> None:
         """Raises UnsupportedRunError unless the processes can add up tensors on `device`."""
@@ -194,24 +189,23 @@ class ProcessGroup:
     # In a step
 
     def tell(self, kind: str, text: str) -> None:
-        """Tells the others at the next step what was told here (a release, an assumption)."""
+        """Tells the others at the next step of an event here (a release, an assumption)."""
         if (kind, text) not in self._news:
             self._news.append((kind, text))
 
     def agree(self, settings: str, rows: int, largest_norm: float) -> Totals:
-        """The vote of a step that this process would take.
+        """Votes for a step.
 
         Args:
             settings: All that has to be the same in this step, in words.
-            rows: Of this process.
-            largest_norm: Of its gradients; finite.
+            rows: Number of records of this process.
+            largest_norm: Largest norm of their gradients; finite.
 
         Raises:
             AgreedError: Another process refuses, steps with other settings, is gone or does not
                 answer.
         """
         votes = self._vote(_Vote(settings=settings, totals=Totals(rows, largest_norm)))
-        self._end_if_refused(votes)
         for rank, vote in enumerate(votes):
             if vote.settings != votes[0].settings:
                 raise AgreedError(
@@ -223,11 +217,11 @@ class ProcessGroup:
         return Totals(sum(t.rows for t in totals), max(t.largest_norm for t in totals))
 
     def refuse(self, text: str, *, is_admitted: bool) -> bool:
-        """The vote of a step that this process refuses.
+        """Votes against a step.
 
         Args:
-            text: Why.
-            is_admitted: Whether the run allows the step at all.
+            text: Reason.
+            is_admitted: False if the run allows no step at all.
 
         Returns:
             Whether all processes found, before they looked at a gradient, that there is no step.
@@ -236,45 +230,37 @@ class ProcessGroup:
             AgreedError: Otherwise, with a text that is the same in all processes.
         """
         try:
-            votes = self._vote(_Vote(refusal=text, is_admitted=is_admitted))
-        except AgreedError as lost:
+            self._vote(_Vote(refusal=text, is_admitted=is_admitted))
+        except _LostError as lost:
             raise AgreedError(f"{text} (Not all of the others could be told. {lost})") from None
-        if not any(vote.is_admitted for vote in votes):
-            return True
-        self._end_if_refused(votes)
-        return False
-
-    def _end_if_refused(self, votes: Sequence[_Vote]) -> None:
-        for rank, vote in enumerate(votes):
-            if vote.refusal:
-                raise AgreedError(f"Process {rank} of {self.size} refused: {vote.refusal}")
+        return True
 
     def _vote(self, own: _Vote) -> list[_Vote]:
-        """What every process votes; what the others were told is heard."""
+        """The votes of all processes; raises AgreedError if one refuses, but for all alike."""
         votes = self._exchanged(attrs.evolve(own, news=tuple(self._news)))
         told, self._news = self._news, []
         for news in dict.fromkeys(news for vote in votes for news in vote.news):
             if news not in told:
                 self.heard(news)
+        for rank, vote in enumerate(votes):
+            if vote.refusal and any(other.is_admitted for other in votes):
+                raise AgreedError(f"Process {rank} of {self.size} refused: {vote.refusal}")
         return votes
 
     def _exchanged(self, value: Any) -> list[Any]:
         """The values of all processes, in their order."""
         found: list[Any] = [None] * self.size
-        with _answering():
-            distributed.all_gather_object(found, value, group=self._talk)
+        _answered(distributed.all_gather_object, found, value, group=self._talk)
         return found
 
     @torch.no_grad()
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces every tensor by the sum of those of all processes; equal in all of them."""
-        groups: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-        for tensor in tensors:
-            groups.setdefault((tensor.device, tensor.dtype), []).append(tensor)
-        for parts in groups.values():
+        kinds = dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors)
+        for kind in kinds:
+            parts = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
             together = torch.cat([part.reshape(-1) for part in parts])
-            with _answering():
-                distributed.all_reduce(together, group=self._sums)
+            _answered(distributed.all_reduce, together, group=self._sums)
             sums = together.split([part.numel() for part in parts])
             for part, total in zip(parts, sums, strict=True):
                 part.copy_(total.view_as(part))
@@ -282,14 +268,21 @@ class ProcessGroup:
 
 @attrs.frozen
 class Digest:
-    """Of a value that is compared between processes and shown to nobody."""
+    """A hash of values that are compared between processes and shown to nobody."""
 
     value: str = attrs.field(repr=False)
 
     @classmethod
-    def of(cls, value: Any) -> Digest:
-        """Of anything with a `repr`."""
-        return cls(hashlib.sha256(repr(value).encode()).hexdigest())
+    def of(cls, *values: Any) -> Digest:
+        """A hash of all tensors in nested containers; of values without any of what is printed."""
+        found = hashlib.sha256()
+        for value in values:
+            tensors = [tensor.detach().cpu().contiguous() for tensor in tensors_of(value)]
+            told = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+            found.update(repr(told or value).encode())
+            for tensor in tensors:
+                found.update(tensor.flatten().view(torch.uint8).numpy().data)
+        return cls(found.hexdigest())
 
 
 def num_processes(optimizer: Any = None) -> int:
@@ -366,19 +359,20 @@ def _is_initialized() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-class _answering:
-    """Turns the errors of torch.distributed into those of a run."""
+class _LostError(AgreedError):
+    """A process of the run is gone."""
 
-    def __enter__(self) -> None:
-        return None
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if isinstance(error, RuntimeError):
-            raise AgreedError(
-                "Another process of the run ended or did not answer in time, so the run ends here, "
-                "too. (The timeout is that of torch.distributed.init_process_group.) Look at the "
-                f"output of the others; torch.distributed says: {error}"
-            ) from error
+def _answered(function: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Calls a function of torch.distributed; raises _LostError if a process does not answer."""
+    try:
+        function(*args, **options)
+    except RuntimeError as error:
+        raise _LostError(
+            "Another process of the run ended or did not answer in time, so the run ends here, "
+            "too. (The timeout is that of torch.distributed.init_process_group.) Look at the "
+            f"output of the others; torch.distributed says: {error}"
+        ) from error
 
 
 def _patience() -> timedelta | None:
