@@ -23,7 +23,7 @@ RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
 def bound_guarantee(
     bound: Bound, event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> Guarantee:
-    """What one bound says about one run."""
+    """Guarantee of one bound for one run."""
     return bound.guarantee(event, relation)
 
 
@@ -70,7 +70,7 @@ def _about(event: dp_accounting.DpEvent) -> list[Bound]:
 
 
 def _may_be_joined(guarantee: Guarantee, best: Guarantee) -> bool:
-    """Whether another curve may be smaller at some delta without assuming more than the best.
+    """Returns whether another curve may be smaller at some delta and assumes no more than the best.
 
     Of two Gaussian curves one is smaller everywhere. What holds for all iterates says so, and may
     therefore not rest on hidden ones anywhere.
@@ -104,7 +104,7 @@ def check_covered(event: dp_accounting.DpEvent, relation: NeighboringRelation | 
 def _why_none_applies(
     event: dp_accounting.DpEvent, unmet: Mapping[str, tuple[UnmetCondition, ...]]
 ) -> str:
-    """What the bound that is nearest to covering a run would need, in words."""
+    """Says what the bound that is nearest to covering a run would need, in words."""
     if not unmet:
         return f"No bound is about {type(event).__name__}."
     nearest = min(unmet, key=lambda name: len(unmet[name]))

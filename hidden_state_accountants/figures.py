@@ -1,4 +1,4 @@
-"""How figures are printed: an epsilon never looks smaller than it is."""
+"""Printed figures: an epsilon never looks smaller than it is."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class BudgetExceededError(ValueError):
 
 
 class Budget:
-    """What was released inside of a `with budget(...)` block. Processes share it by its ledger.
+    """Releases made inside of a `with budget(...)` block. Processes share it by its ledger.
 
     Attributes:
         epsilon, delta: Of everything together.
@@ -96,12 +96,12 @@ class Budget:
 
     @property
     def releases(self) -> int:
-        """How many there were."""
+        """Number of releases."""
         return len(self._read())
 
     @property
     def guarantee(self) -> Guarantee:
-        """What is proved of all releases together, with the assumptions of their theorems.
+        """Guarantee of all releases together, with the assumptions of their theorems.
 
         What was checked or declared of a single fit stands in the report of that fit. Of events
         with a `record_position` it says so, in `only_for`; the budget counts all records.
@@ -217,7 +217,7 @@ def budget_at(ledger: pathlib.Path) -> Budget:
     """The budget of another process on this machine.
 
     Raises:
-        ValueError: Its ledger cannot be reached: the block has ended, or runs on another machine.
+        ValueError: The ledger cannot be reached: the block has ended, or runs on another machine.
     """
     if not ledger.exists():
         raise ValueError(
@@ -232,7 +232,7 @@ def budget_at(ledger: pathlib.Path) -> Budget:
 
 @functools.lru_cache(maxsize=1)
 def _ledgers(process: int) -> tuple[pathlib.Path, ...]:
-    """Where this process, and those that it descends from, keep the ledger of a block.
+    """Folders in which this process, and those that it descends from, keep the ledger of a block.
 
     The name has the moment at which the process started: numbers of processes come again. Where the
     system does not tell (it has no /proc), the ancestors are the parent alone.
@@ -250,7 +250,7 @@ def _ledgers(process: int) -> tuple[pathlib.Path, ...]:
 
 
 def _is_own(ledger: pathlib.Path) -> bool:
-    """Whether there is such a ledger, in a folder that nobody else made: it holds pickles."""
+    """Returns whether such a ledger lies in a folder that nobody else made: it holds pickles."""
     if not os.path.exists(ledger):  # asked in every step of a run: faster than Path.exists
         return False
     return os.name == "nt" or ledger.parent.stat().st_uid == os.getuid()

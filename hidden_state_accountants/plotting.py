@@ -53,8 +53,8 @@ def draw_epsilons(
     Args:
         panels: The (epochs, epsilon) of lines by name and style of matplotlib, by title. Lines of
             one name have one colour.
-        path: Of the picture.
-        delta: Of the epsilons.
+        path: File of the picture.
+        delta: Delta at which the epsilons hold.
         relation: In words.
     """
     columns = min(2, len(panels))

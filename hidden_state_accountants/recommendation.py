@@ -84,9 +84,9 @@ class RecommendedLoss:
     """A loss of a linear model, and how it is kept short.
 
     Attributes:
-        name: As in `LossGeometry`.
+        name: Name of the constructor of `LossGeometry`.
         clip_norm: C, of the gradient in the predictions.
-        fades: Whether its curvature falls as it is fitted, and with it the noise of long steps.
+        fades: True if its curvature falls as it is fitted, and with it the noise of long steps.
         plain: The name of its criterion in the adapter for Opacus, and
         envelope: that of its envelope.
     """
@@ -120,18 +120,18 @@ class Candidate:
         event: The run. Its learning rate is for the mean of the gradients of a batch.
         loss: The name of the loss, as in `LossGeometry`.
         clip_norm: C, of the gradient in the predictions. The event's is that in the parameters.
-        smoothing: Of the envelope of the loss; None for the plain loss, whose gradients the
+        smoothing: Smoothing of the loss's envelope; None for the plain loss, whose gradients the
             optimizer clips.
         epochs: Passes over the data.
         noise_factor: F, the noise in the sum of all gradients over that of full batches: 1 is the
             least.
         reach: The share of the total learning rate that the recipe would like to take.
         target_epsilon: What the event's epsilon is not above.
-        delta: Of the target.
-        neighboring_relation: Of the target.
+        delta: Delta of the target.
+        neighboring_relation: Relation of the target.
         feature_norm: What the records are normalised to.
         spent: What the target is for as well, beside the run; None for nothing.
-        momentum: Of the optimizer (heavy ball, as in torch.optim.SGD); 0 for none.
+        momentum: Momentum of the optimizer (heavy ball, as in torch.optim.SGD); 0 for none.
     """
 
     event: LastIterateDpEvent
@@ -155,7 +155,7 @@ class Candidate:
 
     @property
     def is_composition(self) -> bool:
-        """Whether nothing depends on the iterates being hidden: all may be released."""
+        """True if nothing depends on the iterates being hidden: all may be released."""
         return self.event.batch_order in _COMPOSED
 
     @property
@@ -169,7 +169,7 @@ class Candidate:
 
     @property
     def score(self) -> float:
-        """What is ranked by; smaller is better. Differences below 0.05 mean nothing.
+        """Key of the ranking; smaller is better. Differences below 0.05 mean nothing.
 
         What the accuracy falls with: fitted to measurements in docs/recommend.md.
         """
@@ -181,11 +181,11 @@ class Candidate:
 
     @property
     def reason(self) -> str:
-        """What speaks for the run, and what it asks for."""
+        """Reason for the run, and what it asks for."""
         return _REASONS[self.event.batch_order]
 
     def make_private_arguments(self) -> dict[str, Any]:
-        """What `HiddenStatePrivacyEngine.make_private` is told beside module, optimizer and loader.
+        """Arguments of `HiddenStatePrivacyEngine.make_private` beside module, optimizer and loader.
 
         Model, criterion (`hidden_state_adapters.opacus.recommended_criterion`), learning rate,
         momentum and batch size are still to be given; docs/recommend.md has the lines.
@@ -201,7 +201,7 @@ class Candidate:
         return arguments
 
     def guarantee(self) -> Guarantee:
-        """What is proved of the run and of what was spent, with its assumptions."""
+        """Guarantee of the run and of what was spent, with its assumptions."""
         accountant = LastIterateAccountant(self.neighboring_relation)
         return accountant.compose(_beside(self.spent, self.event)).guarantee
 
@@ -327,18 +327,18 @@ def recommend(
             a classifier. None for too many to count on that.
         feature_norm: A bound on the L2 norm of every record's features. Normalise every record to
             exactly this norm.
-        bias: Whether a bias is trained as well.
+        bias: True if a bias is trained as well.
         loss: "logistic", "softmax_cross_entropy" or "squared_error" (targets in [-1, 1]); None
             goes by the classes.
         clip_norm: C, of the gradient in the predictions; None is that of the recipe.
-        weight_decay: Of the weights, decoupled. The recipe has none: it did not help.
+        weight_decay: Decoupled weight decay. The recipe has none: it did not help.
         orders: The batch orders that can be had; None is FULL, POISSON, SHUFFLED_ONCE and CYCLIC.
             BALLS_IN_BINS counts where it is named.
         epochs: Passes over the data; None tries 16, and 64 where these are few gradients.
         neighboring_relation: FULL and POISSON only under ADD_OR_REMOVE_ONE.
         spent: What is released of the same records beside the run, such as statistics of their
             features: the target is for both together. Not in the printed table.
-        momentum: Whether the optimizer can have momentum: FULL batches then do, and reach in 64
+        momentum: True if the optimizer can have momentum: FULL batches then do, and reach in 64
             steps what takes thousands without.
 
     Raises:
@@ -434,7 +434,7 @@ class _Task:
 
     @property
     def mu(self) -> float:
-        """Of the Gaussian curve through the target, for records that count once in a sum."""
+        """Mean of the Gaussian curve through the target, for records that count once in a sum."""
         mu = math.exp(gaussian_log_mu(self.epsilon, self.delta))
         return mu / sensitivity_in_clip_norms(BatchOrder.FULL, self.relation)
 

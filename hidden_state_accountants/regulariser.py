@@ -88,7 +88,7 @@ class Regulariser:
             (of a torch weight 0 is an output and 1 an input, of a Keras kernel the other way
             round). None, and for vectors always: every parameter is a group.
         low: Lower end of the interval for every number; 0 keeps them non-negative.
-        high: Its upper end; above `low`.
+        high: Upper end of the interval; above `low`.
 
     Raises:
         TypeError, ValueError: A weight is no finite number >= 0, or low >= high; or group_lasso
@@ -129,7 +129,7 @@ class Regulariser:
 
     @property
     def effect(self) -> str:
-        """What it does in a run, for statements."""
+        """Describes in words what it does in a run, for statements."""
         return (
             f"after the noise of every step the proximal map of {self}, with that step's learning "
             "rate"
@@ -149,7 +149,7 @@ class Regulariser:
         Args:
             values: Array of a framework.
             step_size: eta >= 0, a number or a scalar of the same type.
-            operations: Of the framework.
+            operations: Array operations of the framework.
 
         Raises:
             ValueError: The parameter has no axis `group_axis`.

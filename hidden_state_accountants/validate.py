@@ -207,7 +207,7 @@ def target_pair(epsilon: Any, delta: Any, names: tuple[str, str]) -> tuple[float
     Args:
         epsilon: The first of the pair.
         delta: The second of the pair.
-        names: Of the two arguments.
+        names: Names of the two arguments.
     """
     e = real(names[0], epsilon, minimum=0, allow_inf=True)
     d = real(names[1], delta, minimum=0, maximum=1, remedy=_SWAPPED)

@@ -43,12 +43,12 @@ _SLACK = 1e-9  # relative: rounding of an exact figure and of the claim
 
 @attrs.frozen
 class AttackRow:
-    """What one attack showed.
+    """Result of one attack.
 
     Attributes:
         attack: The name of the attack.
-        applies: Whether it could be run.
-        strength: How sure its bounds are: "exact", "certified", "confidence ..."; empty if it does
+        applies: True if it could be run.
+        strength: Certainty of its bounds: "exact", "certified", "confidence ..."; empty if it does
             not apply.
         detail: The run that shows the bounds, or why there is none.
         epsilon: The lower bound on epsilon at the target delta; 0 if it does not apply.
@@ -69,7 +69,7 @@ class AuditReport:
 
     Attributes:
         claim: The claim in words.
-        neighboring_relation: Its relation.
+        neighboring_relation: Relation of the claim.
         target_delta: The delta at which epsilons are compared.
         claimed: The claimed epsilon at `target_delta`.
         rows: One per attack on runs of this kind.
@@ -89,7 +89,7 @@ class AuditReport:
 
     @property
     def violated(self) -> bool:
-        """Whether a lower bound exceeds the claim, at any epsilon tested."""
+        """True if a lower bound exceeds the claim, at any epsilon tested."""
         return any(row.violation for row in self.rows)
 
     @property
@@ -211,7 +211,7 @@ def audit(
 
 
 def _row(evidence: Evidence, target_delta: float, claimed: Mapping[float, float]) -> AttackRow:
-    """What the evidence says, and where it exceeds the claim most clearly."""
+    """Row of the evidence, and where it exceeds the claim most clearly."""
     slack = 1 + _SLACK if evidence.strength == "exact" else 1.0
     excess = [
         (at_least / max(said, 1e-300), epsilon, at_least, said)

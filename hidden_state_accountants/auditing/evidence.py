@@ -1,4 +1,4 @@
-"""What an attack shows about a run: lower bounds that no valid claim can stay below."""
+"""Evidence of an attack on a run: lower bounds that no valid claim can stay below."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Evidence:
 
     Attributes:
         attack: The name of the attack.
-        strength: How sure the bounds are, in words: "exact", "certified", "confidence 0.95".
+        strength: Certainty of the bounds, in words: "exact", "certified", "confidence 0.95".
         witness: The run, one of the class that the claim is about, that shows them.
         delta: A lower bound, at an epsilon in [0, 700], on the delta of every valid claim: the
             larger of the two directions. Nonincreasing.

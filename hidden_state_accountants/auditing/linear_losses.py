@@ -126,12 +126,12 @@ class LinearLosses:
 
 
 def has_no_linear_losses(loss: LossGeometry | None) -> bool:
-    """Whether no loss of the class, clipped if it is not known to be short, is linear."""
+    """Returns whether no loss of the class, clipped if it is not known to be short, is linear."""
     return loss is not None and loss.kind is LossKind.STRONGLY_CONVEX and loss.lipschitz is not None
 
 
 def released_shifts(event: LastIterateDpEvent) -> tuple[np.ndarray, np.ndarray]:
-    r"""How far a gradient as long as the bound, in step t, moves the next released iterate.
+    r"""Moves of the next released iterate by a gradient as long as the bound, in step t.
 
     Given the release before, the release that ends a segment is Gaussian; with
     :math:`W_t = \prod_{u > t} (1 - \eta_u w_u)` over the later steps of the segment the shift is

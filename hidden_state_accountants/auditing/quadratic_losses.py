@@ -165,7 +165,7 @@ def quadratic_runs(
 
     Args:
         event: A FULL or CYCLIC run.
-        position: Of the record.
+        position: Position of the record.
         gradients: The gradient of the record on the two data sets, in gradient bounds.
         rest: Curvatures of the other records; shape (runs,).
         before: Their curvatures in the batch before that of the record; shape (runs,).

@@ -1,4 +1,4 @@
-"""What the bounds take for granted, once for all of them."""
+"""Assumptions of the bounds, once for all of them."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def of_one_position(event: LastIterateDpEvent) -> Assumption:
 
 
 def batches(event: LastIterateDpEvent | DiceSgdDpEvent, *, are_secret: bool) -> Assumption:
-    """How the records are dealt; a bound that averages over it needs that nobody learns it."""
+    """Assumption about the batch order; a bound that averages over it needs it to stay secret."""
     chosen = "drawn independently of the data, and never published"
     return Assumption.declared(
         f"{event.batch_order.name} batches of {event.batch_size} of {event.dataset_size} records"
@@ -84,7 +84,7 @@ def order_of_hidden_iterates(event: LastIterateDpEvent) -> Assumption:
 
 
 def of_hidden_iterates(event: LastIterateDpEvent) -> tuple[Assumption, ...]:
-    """What a bound for hidden iterates takes as declared by whoever wrote the event."""
+    """Assumptions of a bound for hidden iterates that are declared by whoever wrote the event."""
     assumptions = [
         Assumption.declared(
             f"per-example loss, of every record that the data could have: {event.loss!r}",

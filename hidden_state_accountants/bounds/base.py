@@ -1,4 +1,4 @@
-"""What every bound is: a theorem that says where it holds and what it proves there."""
+"""Base classes of bounds: a theorem that says where it holds and what it proves there."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SOUND, PUBLISHED = "sound", "published"
 
 @attrs.frozen
 class Proof:
-    """What a bound proves about one run; `Bound.guarantee` adds what all its proofs share.
+    """Statement that a bound proves about a run; `Bound.guarantee` adds what all proofs share.
 
     Attributes:
         curve: The numbers.
         theorem: What proves them.
-        assumptions: Those beside `assumptions.COMMON` and `Bound.event_assumptions`, which they
+        assumptions: Lines beside `assumptions.COMMON` and `Bound.event_assumptions`, which they
             replace where they are about the same topic.
         caveat: Why the claim is not proven; see `Guarantee`.
         citations: Papers beside that of the bound.
@@ -99,11 +99,11 @@ class Bound(abc.ABC):
         return attrs.evolve(self.paper, theorem=self.published_theorem)
 
     def cited(self, theorem: str) -> str:
-        """How a guarantee names a theorem of the paper."""
+        """Name that a guarantee gives to a theorem of the paper."""
         return cited(theorem, self.paper)
 
     def at_a_glance(self, event: Any) -> Unmet:
-        """What rules a run of `event_type` out before anything is computed."""
+        """Conditions that rule a run of `event_type` out before anything is computed."""
         return []
 
     @abc.abstractmethod
@@ -112,20 +112,20 @@ class Bound(abc.ABC):
 
     @abc.abstractmethod
     def prove(self, event: Any, relation: NeighboringRelation) -> Proof:
-        """What is true of an event that meets all `conditions`."""
+        """Proves the bound for an event that meets all `conditions`."""
 
     @abc.abstractmethod
     def event_assumptions(
         self, event: Any, relation: NeighboringRelation
     ) -> tuple[Assumption, ...]:
-        """What every proof of the bound takes for granted, beside what all bounds do."""
+        """Assumptions of every proof of the bound, beside those of all bounds."""
 
     def check(self, event: Any, relation: NeighboringRelation | str) -> tuple[UnmetCondition, ...]:
         """The conditions that the event does not meet; empty if the bound applies."""
         return tuple(self.conditions(event, validate.neighboring_relation(relation)))
 
     def guarantee(self, event: Any, relation: NeighboringRelation | str) -> Guarantee:
-        """What is proved about the run.
+        """Guarantee for the run.
 
         Raises:
             UnsupportedRunError: A condition of `check` is not met.
@@ -163,10 +163,10 @@ class HiddenStateBound(Bound):
     """A bound on `LastIterateDpEvent` that relies on what is not released.
 
     Attributes:
-        orders: Those of the batches that are covered.
-        is_linear: Whether the gradient of the loss has to be Lipschitz.
-        is_hoelder: Whether the loss has to be one with a Hölder gradient.
-        needs_domain: Whether the iterates have to be in a bounded domain.
+        orders: Batch orders that are covered.
+        is_linear: True if the gradient of the loss has to be Lipschitz.
+        is_hoelder: True if the loss has to be one with a Hölder gradient.
+        needs_domain: True if the iterates have to be in a bounded domain.
     """
 
     event_type = LastIterateDpEvent

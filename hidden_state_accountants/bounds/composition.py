@@ -101,7 +101,7 @@ def composition_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> 
 
 
 def _curve(event: dp_accounting.DpEvent) -> Curve:
-    """Of Gaussian mechanisms."""
+    """Curve of Gaussian mechanisms."""
     if isinstance(event, dp_accounting.NoOpDpEvent):
         return GaussianCurve(0.0)
     inner, count = event, 1
@@ -208,7 +208,7 @@ def step_profile(
 def _sampled_pair(
     event: LastIterateDpEvent, relation: NeighboringRelation
 ) -> Callable[[float, float], Profile] | None:
-    """Of a `sampled_curve`; None if the record counts on one data set only."""
+    """Pair of a `sampled_curve`; None if the record counts on one data set only."""
     if event.batch_order is BatchOrder.POISSON:
         return replaced_in_poisson_batch if relation is _REPLACE_ONE else None
     return replaced_without_replacement if relation is _REPLACE_ONE else zeroed_without_replacement

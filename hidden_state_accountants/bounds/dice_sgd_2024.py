@@ -156,7 +156,7 @@ def _unmet_by_theorem_3_7(event: DiceSgdDpEvent, relation: NeighboringRelation) 
 
 @attrs.frozen
 class Effect:
-    """What one record can do, in units of the mean update.
+    """Effect of one record, in units of the mean update.
 
     Attributes:
         step: c: how far it moves the clipped mean of a batch that holds it.

@@ -139,7 +139,7 @@ def shift_problem(
 
 
 def _sequences(event: LastIterateDpEvent, process: NoisyProcess) -> Iterator[np.ndarray]:
-    """Whether each step has the record: for the worst position, or all that are equally likely.
+    """Yields which steps have the record: for the worst position, or all that are equally likely.
 
     With a public order, constant parameters and one release the batch processed last is worst: the
     shifts for it, moved to the left, serve every other position.
@@ -173,7 +173,7 @@ def _segments(process: NoisyProcess, holds: np.ndarray) -> Iterator[tuple[slice,
 
 
 def _steps_to_optimise(event: LastIterateDpEvent, process: NoisyProcess) -> int:
-    """How many, or some number above MOST_STEPS; looking a segment up counts as a step."""
+    """Number of steps to optimise, or one above MOST_STEPS; looking a segment up counts as a step."""
     seen, total = set(), 0
     for holds in _sequences(event, process):
         for steps, key in _segments(process, holds):

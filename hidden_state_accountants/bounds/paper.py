@@ -1,4 +1,4 @@
-"""What the theorems of papers share: conditions, units, and Theorem A, which reads them soundly."""
+"""Common parts of the papers' theorems: conditions, units, and Theorem A, which is sound."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PaperBound(HiddenStateBound):
 
     @abc.abstractmethod
     def published(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
-        """What the paper states."""
+        """Proof as the paper states it."""
 
     def theorem_of(self, event: LastIterateDpEvent) -> str:
         """The theorem of the paper that is about the run."""
@@ -53,7 +53,7 @@ class PaperBound(HiddenStateBound):
         return list(_proved_by(event).check(event, relation))
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
-        """What Theorem A proves, or what the paper states."""
+        """Proves by Theorem A, or as the paper states."""
         if not self.sound:
             return self.published(event, relation)
         bound = _proved_by(event)
@@ -76,7 +76,7 @@ def unmet_for_constant_run(
     *,
     published: bool,
 ) -> Unmet:
-    """What theorems on constant runs need; `published` adds what only their own text needs."""
+    """Conditions of theorems on constant runs; `published` adds what only their own text needs."""
     of_paper = (NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL)
     relations = of_paper if published else tuple(NeighboringRelation)
     return [

@@ -241,7 +241,7 @@ class RdpCurve(ComposableCurve):
 
     Attributes:
         bound: Maps an array of orders > 1 to upper bounds on the divergences in both directions.
-        orders: Those at which it is converted.
+        orders: Rényi orders at which it is converted.
     """
 
     bound: Callable[[np.ndarray], np.ndarray]
@@ -326,7 +326,7 @@ Known = tuple[tuple[Curve, float], ...]
 
 @attrs.frozen(eq=False)
 class BestOfCurves(Curve):
-    """What is known of one mechanism: at every point the smallest counts.
+    """Several curves of one mechanism: at every point the smallest counts.
 
     Nothing is nested: `best_curve` and `with_delta`, which make this, take apart what they are
     given.
@@ -399,7 +399,7 @@ def alternatives(curve: Curve) -> tuple[tuple[ComposableCurve, float], ...]:
 
 
 def _least_epsilons(curves: Known, delta: float) -> list[tuple[float, int]]:
-    """Of those that say anything at a delta, with their places."""
+    """Epsilons of the curves that say anything at a delta, with their places."""
     return [
         (curve.least_epsilon(delta - failure), place)
         for place, (curve, failure) in enumerate(curves)
@@ -421,7 +421,7 @@ def smallest(curves: Known, delta: float) -> tuple[float, int]:
 
 
 def is_smaller(curve: Curve, other: Curve) -> bool:
-    """Whether the epsilon of a curve is smaller at a delta at which both of them say something.
+    """Returns whether a curve's epsilon is smaller at a delta at which both of them say something.
 
     What may fail says nothing at a delta below its failure, and may still be smaller above.
     """

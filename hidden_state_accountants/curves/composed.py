@@ -79,7 +79,7 @@ def _choice(
 
 
 def _composed(curves: Sequence[tuple[ComposableCurve, int]]) -> ComposableCurve:
-    """As `compose_curves`, of one curve for each mechanism."""
+    """Does the work of `compose_curves`, for one curve for each mechanism."""
     mu_squared = 0.0
     counts: dict[ComposableCurve, int] = {}  # every curve once, with all of its runs
     for curve, count in _inside(curves):
@@ -101,7 +101,7 @@ def _composed(curves: Sequence[tuple[ComposableCurve, int]]) -> ComposableCurve:
 def _inside(
     curves: Iterable[tuple[ComposableCurve, int]],
 ) -> Iterator[tuple[ComposableCurve, int]]:
-    """What the curves are composed of."""
+    """Curves of the parts."""
     for curve, count in curves:
         if isinstance(curve, ComposedCurve):
             yield from ((part, count * times) for part, times in curve.parts)

@@ -197,7 +197,7 @@ class _Direction:
         )
 
     def _finite_part(self, tilt: Tilt, start: int, stop: int, first: int, last: int) -> np.ndarray:
-        """What finite losses add to delta at the cells first to last, at most."""
+        """Contribution of finite losses to delta at the cells first to last, at most."""
         law, error = self._convolved(tilt, start, stop)
         decay = math.exp(-tilt.theta * self._grid)
         # The sum with the weights w, cell by cell from the right, and without any difference.
@@ -293,7 +293,7 @@ class _Power(NamedTuple):
 
 
 def _transformed_power(masses: np.ndarray, count: int, alive: np.ndarray) -> _Power:
-    """As `_Power`, where `alive`.
+    """Evaluates `_Power` where `alive`.
 
     A fast transform has an error that is relative to the largest mass, whose own one is known at 0.
     Of a loss that is often the same, the next masses are evaluated one by one.
@@ -392,7 +392,7 @@ class Tilt(NamedTuple):
         log_mass: log M.
         rounding: A bound on the error of the logarithms of the masses times M.
         lost: A bound on the tilted probability of the cells that are left out.
-        parts: Of every loss the first cell, the tilted masses from there on, whose sum is at most
+        parts: First cell of every loss, the tilted masses from there on, whose sum is at most
             1, and how often it runs.
     """
 
@@ -453,12 +453,12 @@ class Parts:
 
     Args:
         parts: Their laws, and how often each runs.
-        grid: That of all of them in here, no finer than any of theirs.
+        grid: Grid of all of them in here, no finer than any of theirs.
 
     Attributes:
         grid: The spacing of the losses.
         all: The parts, on that grid.
-        count: How many losses there are.
+        count: Number of losses.
         lowest: The smallest total loss, in cells of the grid.
         highest: The largest finite total loss, in cells of the grid.
         infinite: The mass of the total loss at infinity, at most.
@@ -577,6 +577,6 @@ class Parts:
         return best
 
     def _chernoff(self, tilt: Tilt, move: float) -> float:
-        """What the tilted law exceeds (undercuts, if the move is negative) with exp(-45) only."""
+        """Value that the tilted law exceeds (undercuts, if move < 0) with probability exp(-45)."""
         moved = self.rough_tilt(tilt.theta + move)
         return (moved.log_mass - tilt.log_mass + _TAIL) / move

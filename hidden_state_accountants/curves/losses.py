@@ -83,7 +83,7 @@ class LossMasses:
         its mean of :math:`e^{-x}` stay: a divergence is the mean of a convex function of that.
 
         Args:
-            grid: That of the law, times a power of two.
+            grid: Grid of the law, times a power of two.
         """
         factor = round(grid / self.grid)
         if factor == 1:
@@ -131,7 +131,7 @@ class PrivacyLoss:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether P and Q may be exchanged."""
+        """True if P and Q may be exchanged."""
         return self.forward is self.backward
 
     @classmethod

@@ -52,7 +52,7 @@ class Profile:
 
     @property
     def is_symmetric(self) -> bool:
-        """Whether P and Q may be exchanged."""
+        """True if P and Q may be exchanged."""
         return self.forward is self.backward
 
 
@@ -84,7 +84,7 @@ def _laplace_deltas(scale: float, epsilon: np.ndarray) -> np.ndarray:
 
 
 def sampled_deltas(whole: Deltas, rate: float, epsilon: np.ndarray) -> np.ndarray:
-    r"""What is left of a divergence if the record takes part with probability `rate`.
+    r"""Divergence that is left if the record takes part with probability `rate`.
 
     .. math:: \delta_q\big(\log(1 + q(e^\varepsilon - 1))\big) = q\,\delta(\varepsilon)
 

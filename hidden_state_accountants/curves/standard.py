@@ -42,8 +42,8 @@ class EventCurve(LossCurve):
     """A standard event: by privacy losses, or by RDP where none is known.
 
     Attributes:
-        event: Its divergences are known, or its loss is.
-        relation: Of the accountant that reads it.
+        event: Event whose divergences or privacy loss are known.
+        relation: Relation of the accountant that reads it.
     """
 
     event: dp_accounting.DpEvent = attrs.field(eq=_hashable)
@@ -66,7 +66,7 @@ class EventCurve(LossCurve):
 
     @property
     def rdp_is_known(self) -> bool:
-        """Whether there are divergences."""
+        """True if there are divergences."""
         if _sampled_pair(self.event, self.relation) is not None:
             return True
         return bool(rdp.RdpAccountant([2.0], self.relation).supports(self.event))
@@ -96,7 +96,7 @@ class EventCurve(LossCurve):
 
 
 def losses_compose(curves: Iterable[tuple[Curve, int]]) -> bool:
-    """Whether all events among (curve, count) pairs have losses that compose.
+    """Returns whether all events among (curve, count) pairs have losses that compose.
 
     Pairs that are not symmetric compose in one order, that of a common relation. A record that is
     zeroed and one that is removed have one order: the data set that has it is first.
@@ -194,7 +194,7 @@ def nested_events(event: dp_accounting.DpEvent) -> list[dp_accounting.DpEvent]:
 
 
 def has_zero_noise(event: dp_accounting.DpEvent) -> bool:
-    """Whether a Gaussian or Laplace event somewhere inside adds no noise."""
+    """Returns whether a Gaussian or Laplace event somewhere inside adds no noise."""
     is_silent = getattr(event, "noise_multiplier", None) == 0
     return is_silent or any(map(has_zero_noise, nested_events(event)))
 
@@ -220,14 +220,14 @@ _PLD_IGNORES_THE_COUNT = ("RandomizedResponseDpEvent",)
 class _PldAccountant(pld.PLDAccountant):
     @property
     def privacy_loss(self) -> PrivacyLossDistribution:
-        """What is composed so far."""
+        """Privacy loss of what is composed so far."""
         return self._pld
 
 
 def _sampled_pair(
     event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> tuple[Callable[[float, float], profiles.Profile], float, float] | None:
-    """As for `sampled_curve`, of a sampled Gaussian in which both data sets move; None for others.
+    """Pair of `sampled_curve` for a sampled Gaussian in which both data sets move; None for others.
 
     No stock accountant knows these: a record that is zeroed in a batch of fixed size, and one that
     is replaced in a Poisson batch. The noise multiplier is one over the largest contribution of a
@@ -299,13 +299,13 @@ def _gaussian_mu(event: dp_accounting.DpEvent | None) -> float:
 def stock_pld_supports(
     event: dp_accounting.DpEvent, count: int, relation: NeighboringRelation
 ) -> bool:
-    """Whether PLDAccountant composes the event `count` times."""
+    """Returns whether PLDAccountant composes the event `count` times."""
     ignores_the_count = type(event).__name__ in _PLD_IGNORES_THE_COUNT
     return pld.PLDAccountant(relation).supports(event) and (count <= 1 or not ignores_the_count)
 
 
 def stock_pld_error(count: int) -> float:
-    """What PLDAccountant's deltas may be too small by after `count` compositions.
+    """Bound on the error of PLDAccountant's deltas after `count` compositions.
 
     Not proven: a hundred times the errors of its Fourier transforms that have been observed, which
     were up to 6e-14 after 1000 compositions.

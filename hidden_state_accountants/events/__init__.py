@@ -1,1 +1,1 @@
-"""What the user declares about a run: the events and their parts."""
+"""Declarations of a run: the events and their parts."""

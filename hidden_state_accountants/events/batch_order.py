@@ -1,4 +1,4 @@
-"""How the records are dealt to the steps, and what one record can do to a batch."""
+"""Batch orders, and what one record can do to a batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hidden_state_accountants.events.plain_types import PlainEvent
 
 
 class BatchOrder(enum.Enum):
-    """How the records are dealt to the steps.
+    """Order in which steps draw the records.
 
     A seed that the user passes makes an order public: one order for all epochs is then CYCLIC, and
     no bound covers a public sequence of different ones.
@@ -39,7 +39,7 @@ _OF_ANY_SIZE = (BatchOrder.FULL, *OF_RANDOM_SIZE)
 
 
 def sensitivity_in_clip_norms(order: BatchOrder, relation: NeighboringRelation) -> int:
-    """How many clip norms one record can move the sum of a batch that is known to hold it.
+    """Number of clip norms by which one record can move the sum of a batch that holds it.
 
     Without replacement the sampled record replaces a stand-in, so the answer is 2 under both
     replace relations. `unmet_relation` says which pairs make sense at all.
@@ -99,7 +99,7 @@ def batches_per_pass(batch_size: int, dataset_size: int, sampling_rate: float | 
 
 
 def rate_text(sampling_rate: float | None) -> str:
-    """What to say after "b of n records" of batches drawn at a rate other than b/n."""
+    """Text that follows "b of n records" of batches drawn at a rate other than b/n."""
     return "" if sampling_rate is None else f", each drawn at a rate of {sampling_rate:.8g}"
 
 

@@ -1,4 +1,4 @@
-"""What the user declares about a run of noisy mini-batch block coordinate descent.
+"""Declaration of a run of noisy mini-batch block coordinate descent.
 
 >>> import hidden_state_accountants as hsa
 >>> event = hsa.BlockCoordinateDpEvent(

@@ -1,4 +1,4 @@
-"""What the user declares of a DiceSGD run: clipped gradients with clipped error feedback.
+"""Declaration of a DiceSGD run: clipped gradients with clipped error feedback.
 
 >>> import hidden_state_accountants as hsa
 >>> event = hsa.DiceSgdDpEvent(
@@ -59,7 +59,7 @@ class DiceSgdDpEvent(DealtEvent):
             for all records and iterates; inf if none is known.
         sampling_rate: POISSON only: the probability with which every record joins every batch; None
             is batch_size / dataset_size.
-        automatic: Whether both clips normalise (the paper's Algorithm 4).
+        automatic: True if both clips normalise (the paper's Algorithm 4).
 
     Raises:
         TypeError: An argument has the wrong type.

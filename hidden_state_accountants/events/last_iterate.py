@@ -1,4 +1,4 @@
-"""What the user declares: a training run of which only some iterates are released.
+"""Declaration of a training run of which only some iterates are released.
 
 >>> import hidden_state_accountants as hsa
 >>> event = hsa.LastIterateDpEvent(
@@ -89,7 +89,7 @@ class LastIterateDpEvent(DealtEvent):
         record_position: CYCLIC only: the index, within the epoch, of the batch that holds the
             record in question; None is the worst. All figures are then about the records of that
             batch only, and say so: those of other batches may have a much larger epsilon.
-        is_microbatched: Whether a record is a microbatch: several examples, always the same ones,
+        is_microbatched: True if a record is a microbatch: several examples, always the same ones,
             whose mean gradient is clipped as one. Neighbouring data sets differ in one example,
             which makes one record another one and never takes it away: REPLACE_ONE is the only
             relation under which such a run has a guarantee. `loss` is about the mean loss, which is
@@ -201,7 +201,7 @@ class LastIterateDpEvent(DealtEvent):
 
     @property
     def records(self) -> str:
-        """Which records the event is about, in words."""
+        """Says in words which records the event is about."""
         if self.record_position is None:
             return "all records"
         return f"records of batch {self.record_position} of every epoch"
@@ -218,7 +218,7 @@ class LastIterateDpEvent(DealtEvent):
 
     @property
     def has_schedules(self) -> bool:
-        """Whether a hyper-parameter changes during the run."""
+        """True if a hyper-parameter changes during the run."""
         return any(isinstance(getattr(self, name), Schedule) for name in _SCHEDULED)
 
     def one_step_if_constant(self) -> LastIterateDpEvent:

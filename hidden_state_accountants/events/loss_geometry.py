@@ -1,4 +1,4 @@
-"""What is known about the per-example loss: where the contraction of an update comes from."""
+"""Geometry of the per-example loss: where the contraction of an update comes from."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class LossGeometry:
 
     @property
     def is_convex(self) -> bool:
-        """Whether every loss is convex in all parameters together."""
+        """True if every loss is convex in all parameters together."""
         if self.kind is LossKind.WEAKLY_CONVEX:
             return self.weak_convexity == 0
         return self.kind in (*_CONVEX, LossKind.LINEAR)
@@ -177,7 +177,7 @@ class LossGeometry:
 
         Args:
             feature_norm: B, a bound on the L2 norm of every record's features.
-            bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
+            bias: True if a bias is trained as well (B**2 becomes B**2 + 1).
         """
         square = square_norm(feature_norm, bias)
         return cls.generalized_linear(square / 4, math.sqrt(square))
@@ -199,7 +199,7 @@ class LossGeometry:
 
         Args:
             feature_norm: B, a bound on the L2 norm of every record's features.
-            bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
+            bias: True if a bias is trained as well (B**2 becomes B**2 + 1).
             scale: 1 for half the squared error; 2/K for torch.nn.MSELoss with K outputs, whose
                 mean is over the outputs, too.
         """
@@ -213,7 +213,7 @@ class LossGeometry:
         Args:
             feature_norm: B, a bound on the L2 norm of every record's features.
             threshold: The residual at which the loss turns linear (torch.nn.HuberLoss: delta).
-            bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
+            bias: True if a bias is trained as well (B**2 becomes B**2 + 1).
         """
         square = square_norm(feature_norm, bias)
         threshold = validate.real("threshold", threshold, above=0)
@@ -231,7 +231,7 @@ class LossGeometry:
 
         Args:
             feature_norm: B, a bound on the L2 norm of every record's features.
-            bias: Whether a bias is trained as well (B**2 becomes B**2 + 1).
+            bias: True if a bias is trained as well (B**2 becomes B**2 + 1).
             clip_norm: C, of the loss; at most sqrt(2) matters here.
             smoothing: m >= 0.
         """

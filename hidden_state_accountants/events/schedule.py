@@ -87,14 +87,14 @@ class Schedule:
 def parse_schedule(
     name: str, value: Any, num_steps: int, *, positive: bool = False, is_small: bool = False
 ) -> float | Schedule:
-    """What was declared of a field that may change while training; a number if it does not.
+    """Parses the declaration of a field that may change while training; a number if it does not.
 
     Args:
-        name: Of the field.
+        name: Name of the field.
         value: A number, a sequence with one entry per step, or a `Schedule`.
-        num_steps: How many steps it has to cover.
-        positive: Whether it has to be above 0 at every step.
-        is_small: Whether a number below 1/`validate.LARGEST` is one, too.
+        num_steps: Number of steps that it has to cover.
+        positive: True if it has to be above 0 at every step.
+        is_small: True if a number below 1/`validate.LARGEST` is one, too.
     """
     if isinstance(value, np.ndarray) and value.ndim == 0:
         value = value.item()
@@ -128,7 +128,7 @@ def per_step(value: float | Schedule, num_steps: int) -> np.ndarray:
 
 
 def mapped(function: Callable[[float], float], value: float | Schedule) -> float | Schedule:
-    """What a function makes of the value of every step."""
+    """Applies a function to the value of every step."""
     if isinstance(value, Schedule):
         return Schedule(map(function, value.values), value.lengths)
     return function(value)

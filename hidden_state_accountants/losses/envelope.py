@@ -75,7 +75,7 @@ def envelope_smoothing(
             softmax cross-entropy, 1/4 for the logistic loss, `scale` for the squared error,
             infinite for the hinge loss.
         feature_norm: F, a bound on the L2 norm of every record's features.
-        bias: Whether a bias is trained as well (F**2 becomes F**2 + 1).
+        bias: True if a bias is trained as well (F**2 becomes F**2 + 1).
         weight_decay: w, with learning_rate * weight_decay < 1.
         batch_stretch: k, how many times the batch size the largest batch may be: more than 1 for
             Poisson batches, whose gradients are divided by their mean size.

@@ -91,7 +91,7 @@ def logistic(
     Args:
         xp: Operations of the framework.
         outputs: Number of labels of an example.
-        mean: Whether the loss of an example is the mean over its outputs, or their sum.
+        mean: True if the loss of an example is the mean over its outputs, False for the sum.
         smoothing: Share of 1/2 in the targets.
         weights: Weights of the outputs, float64; None for 1.
         positive: Weights of the positive labels of each output, float64; None for 1.
@@ -130,7 +130,7 @@ def residual(
     Args:
         xp: Operations of the framework.
         outputs: Number of predictions of an example.
-        mean: Whether the loss of an example is the mean over its outputs, or their sum.
+        mean: True if the loss of an example is the mean over its outputs, False for the sum.
         scale: Second derivative at small residuals.
         width: Residual from which on the loss is linear.
     """

@@ -33,11 +33,11 @@ SMALL_STEP = 1e-13
 
 
 class Point(NamedTuple):
-    """Where the search for the gradients is.
+    """State of the search for the gradients.
 
     Attributes:
         log_p: v.
-        p: Its exponential, normalised to the sum 1.
+        p: Exponential of z, normalised to the sum 1.
         ridge: r.
     """
 
@@ -173,7 +173,7 @@ class SoftmaxEnvelope:
         return xp.where(applies, bound, math.inf + 0.0 * bound)
 
     def is_solved(self, error: Array) -> Array:
-        """Whether the error of a record is no more than rounding."""
+        """Returns whether the error of a record is no more than rounding."""
         spread = 1.0 + self.arrays.largest(-self.logits)
         return error <= TOLERANCE * spread
 
@@ -237,7 +237,7 @@ class SoftmaxEnvelope:
         return Rescue(ridge, least, most, level, done)
 
     def rescue_end(self, state: Rescue) -> Point:
-        """What the bracket closed on, after one of Newton's steps where that is better."""
+        """Point that the bracket closed on, after one of Newton's steps where that is better."""
         found = self._at(state.ridge, state.level)[0]._replace(ridge=state.ridge - TINY)
         polished, _ = self.newton_step(found)
         is_better = self.error(polished) < self.error(found)
@@ -300,7 +300,7 @@ class Rescue(NamedTuple):
         ridge: r.
         least, most: Between which the solution's r is.
         level: lambda.
-        done: Whether the record is solved.
+        done: True if the record is solved.
     """
 
     ridge: Array

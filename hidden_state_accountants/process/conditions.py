@@ -1,4 +1,4 @@
-"""What a theorem can ask of a run, once for all bounds: each function lists what is not met."""
+"""Conditions that theorems ask of a run: each function lists what is not met."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def run_of_groups(
     Args:
         event: The run on one of the two data sets.
         relation: What one record may do.
-        size: How many records the two data sets may differ in, >= 1.
+        size: Number of records in which the two data sets may differ, >= 1.
 
     Raises:
         UnsupportedRunError: None is known; the text says why.
@@ -95,7 +95,7 @@ def run_of_cohorts(
 def _loss_between(
     event: LastIterateDpEvent, loss: LossGeometry, relation: NeighboringRelation, size: int
 ) -> LossGeometry:
-    """What is true of every batch of one of two neighbours: up to size - 1 records have changed."""
+    """Geometry of every batch of one of two neighbours: up to size - 1 records have changed."""
     changed = (size - 1) / event.batch_size
     if loss.kind is not LossKind.STRONGLY_CONVEX or relation is _REPLACE_ONE:
         return loss

@@ -164,7 +164,7 @@ class NoisyProcess:
         period: The record is in batch t exactly if (t-1) % period equals its position.
         positions: The positions the record may have.
         release_steps: Steps after which the iterate is released as well; ascending, below T.
-        is_constant: Whether all arrays are constant.
+        is_constant: True if all arrays are constant.
     """
 
     contraction: np.ndarray
@@ -208,7 +208,7 @@ def unmet_conditions(
     *,
     is_linear: bool = True,
 ) -> tuple[UnmetCondition, ...]:
-    """What keeps `event` from being a contractive noisy process in one of the batch orders.
+    """Unmet conditions of a contractive noisy process in one of the batch orders.
 
     Args:
         event: The run.
@@ -232,7 +232,7 @@ def process_of(event: LastIterateDpEvent, relation: NeighboringRelation) -> Nois
 
 @same_in_all_steps
 def clips_act(event: LastIterateDpEvent) -> np.ndarray:
-    """Whether a gradient may be longer than the clip norm; booleans of shape (num_steps,)."""
+    """Says where a gradient may be longer than the clip norm; booleans of shape (num_steps,)."""
     if event.clip_norm is None:
         return np.zeros(event.num_steps, dtype=bool)
     lipschitz = None if event.loss is None else event.loss.lipschitz
@@ -257,7 +257,7 @@ def noisy_process(
         relation: The neighbouring relation.
         most_terms: The largest number of gradients that a batch of random size may sum, for which
             and for every smaller one the contraction holds; `batch_size` by default.
-        is_linear: As for `unmet_conditions`. The contraction of a Hölder gradient is infinite.
+        is_linear: Argument of `unmet_conditions`. The contraction of a Hölder gradient is infinite.
 
     Raises:
         UnsupportedRunError: A condition of `unmet_conditions` is not met, whatever the order.
@@ -306,7 +306,7 @@ def noisy_process(
 
 
 def _shrunk_before(event: LastIterateDpEvent) -> np.ndarray:
-    """What the prox of the step before leaves of a distance; shape as `event.per_step`.
+    """Factor that the prox of the step before leaves of a distance; shape as `event.per_step`.
 
     States are those before the prox, so that the prox of step t is counted with step t + 1. The
     first step starts at a shared state. (docs/theory/theorem_a.md, "A prox after the noise")

@@ -1,4 +1,4 @@
-r"""How much several steps in a row can stretch a distance.
+r"""Bounds on how much several steps in a row stretch a distance.
 
 The modulus of a step depends on the number of gradients that it sums. In a long run nearly all
 POISSON batches are about as large as on average, so that products of moduli are much smaller than
@@ -45,11 +45,11 @@ class BatchSizes:
     """The sizes |R_t| of the batches without the record, outside of which a run rarely gets.
 
     Attributes:
-        smallest: Of R_t.
-        largest: Of R_t and the record together.
-        fewest: How many records may be in R_t, in the smaller case. Under ADD_OR_REMOVE_ONE the
+        smallest: Smallest size of R_t.
+        largest: Largest size of R_t and the record together.
+        fewest: Number of records that R_t may have, in the smaller case. Under ADD_OR_REMOVE_ONE the
             records that are declared are those of either data set.
-        others: How many may be, in the larger case.
+        others: The same number in the larger case.
         rate: The probability that one of them is.
         failure: Bounds the probability that a size of the run is outside.
     """
@@ -170,7 +170,7 @@ def _log_moduli(
         event: The run.
         relation: The neighbouring relation.
         steps: Learning rates, weight decays, and whether the clips act; shape (steps, 1).
-        number: Of gradients.
+        number: Number of gradients.
     """
     assert event.loss is not None
     rates, decays, clipped = steps
@@ -266,7 +266,7 @@ class Stretching:
             sizes: The law of the sizes.
             failure: The probability with which a plan may fail: of each of its windows, at most T,
                 a T-th.
-            is_constant: Whether all steps are equal.
+            is_constant: True if all steps are equal.
         """
         num_steps, shown = len(largest), slice(0, 1) if is_constant else slice(None)
         intercept, slope = lines.intercept[shown], lines.slope[shown]
