@@ -173,7 +173,7 @@ def _segments(process: NoisyProcess, holds: np.ndarray) -> Iterator[tuple[slice,
 
 
 def _steps_to_optimise(event: LastIterateDpEvent, process: NoisyProcess) -> int:
-    """Number of steps to optimise, or one above MOST_STEPS; looking a segment up counts as a step."""
+    """Number of steps to optimise, or one above MOST_STEPS; a lookup counts as a step."""
     seen, total = set(), 0
     for holds in _sequences(event, process):
         for steps, key in _segments(process, holds):

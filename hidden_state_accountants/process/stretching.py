@@ -47,7 +47,7 @@ class BatchSizes:
     Attributes:
         smallest: Smallest size of R_t.
         largest: Largest size of R_t and the record together.
-        fewest: Number of records that R_t may have, in the smaller case. Under ADD_OR_REMOVE_ONE the
+        fewest: Number of records R_t may have, in the smaller case. Under ADD_OR_REMOVE_ONE the
             records that are declared are those of either data set.
         others: The same number in the larger case.
         rate: The probability that one of them is.
