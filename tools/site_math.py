@@ -25,14 +25,35 @@ IN_LINE = re.compile(
 )
 
 
+LONG = 40  # characters of a formula in a line that may be wider than a phone
+# latex2mathml makes operators of bars, which stretch, with gaps: marks stand for them meanwhile.
+BARS = {r"\lvert": ("\ue000", "prefix"), r"\rvert": ("\ue001", "postfix")}
+
+
+def _marked(text: str) -> str:
+    for command, (mark, _) in BARS.items():
+        text = text.replace(command, f"{mark} ")
+    return text
+
+
+def _fenced(html: str) -> str:
+    for mark, form in BARS.values():
+        bar = f'<mo form="{form}" stretchy="false" lspace="0" rspace="0">|</mo>'
+        html = re.sub(rf"<(m[io])>{mark}</\1>", bar, html)
+    return html
+
+
 class _Formulas(Preprocessor):
     def run(self, lines: list[str]) -> list[str]:
         def stored(formula: str, display: str) -> str:
             # latex2mathml sets the lines of split, not those of aligned (GitHub's), and no arg.
             text = " ".join(formula.split()).replace("{aligned}", "{split}")
-            html = convert(re.sub(r"\\arg\b", r"\\operatorname{arg}", text), display=display)
+            text = re.sub(r"\\arg\b", r"\\operatorname{arg}", text)
+            html = _fenced(convert(_marked(text), display=display))
             if display == "block":
                 html = f'<div class="formula">{html}</div>'
+            elif len(text) > LONG:
+                html = f'<span class="long">{html}</span>'
             return self.md.htmlStash.store(html)
 
         def directive(match: re.Match[str]) -> str:
