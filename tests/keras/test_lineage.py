@@ -1,33 +1,32 @@
 """Runs whose initial weights another private run left: composed with it, or refused."""
 
-import json
+import copy
+import pickle
 
 import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
-from keras_fit import at_batch, callbacks, compile_with
+from keras_fit import callbacks, compile_with
 from misuse import each_row
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.tf_privacy import (
     DiceKerasSGDOptimizer,
-    origins,
+    HiddenStateSequential,
+    PrivateRun,
+    lineage,
 )
 
 DELTA = 1e-5
 
 
-def new_process():
-    """Forgets what the process knows, as a new one would."""
-    origins._live.clear()
-    origins._origins.clear()
-
-
 @pytest.fixture(autouse=True)
-def _in_a_new_process(row_by_row):
-    new_process()
+def new_process(row_by_row):
+    """Forgets what the process knows, as a new one would."""
+    lineage._newest.clear()
+    return lineage._newest.clear
 
 
 def composed(*events):
@@ -75,8 +74,9 @@ def test_row82_compiled_again(make_run):
         run.callback.get_epsilon(DELTA)
 
 
-def same(model, path):
-    return model
+def h5(model, path):
+    model.save(f"{path}.h5")
+    return tf.keras.models.load_model(f"{path}.h5")
 
 
 def keras(model, path):
@@ -84,38 +84,25 @@ def keras(model, path):
     return tf.keras.models.load_model(f"{path}.keras")
 
 
-def h5(model, path):
-    model.save(f"{path}.h5")
-    return tf.keras.models.load_model(f"{path}.h5")
-
-
-def saved_model(model, path):
+def twice(model, path):
+    """Loaded and saved again, without any training."""
+    model = keras(model, path)
     model.save(path, save_format="tf")
     return tf.keras.models.load_model(path)
 
 
-def twice(model, path):
-    """Loaded and saved again, without any training."""
-    return saved_model(keras(model, path), path)
-
-
-def compiled(model):
-    again = tf.keras.models.clone_model(model)
-    again.build((None, 4))
-    again.compile(type(model.optimizer)(1.5, 2.0), model.loss)
-    return again
-
-
 @pytest.mark.parametrize("through", [h5, twice])
-def test_row82_files_that_hold_the_optimizer_tell_another_process(make_run, tmp_path, through):
+def test_row82_files_that_hold_the_optimizer_tell_another_process(
+    make_run, tmp_path, through, new_process
+):
     run = trained(make_run)
     first = run.callback.privacy_event
     model = through(run.model, str(tmp_path / "model"))
-    digests = dict(origins._origins)
     new_process()
-    origins.read_plain(model.optimizer.get_config()["runs_behind_the_weights"])  # as load_model
-    assert set(origins._origins) == set(digests)
-    check_composed(second_run(make_run, model), first)
+    again = make_run()
+    again.model = model
+    again.fit()
+    check_composed(again, first)
 
 
 def weights(model, path):
@@ -124,41 +111,82 @@ def weights(model, path):
     return again
 
 
-def weights_h5(model, path):
-    again = tf.keras.models.clone_model(model)
-    model.save_weights(f"{path}.weights.h5")
-    again.load_weights(f"{path}.weights.h5")
-    return again
+def new_head(model):
+    """The layers of the model, frozen."""
+    for layer in model.layers:
+        layer.trainable = False
+    return tf.keras.Sequential([model, tf.keras.layers.Dense(1)])
 
 
-def not_compiled(model, path):
-    model.save(f"{path}.keras")
-    return tf.keras.models.load_model(f"{path}.keras", compile=False)
-
-
-def new_head(model, path):
-    """A part of the model, frozen."""
-    backbone = tf.keras.models.clone_model(model)
-    backbone.set_weights(model.get_weights())
-    backbone.trainable = False
-    return tf.keras.Sequential([backbone, tf.keras.layers.Dense(1)])
-
-
-@pytest.mark.parametrize("through", [weights_h5, not_compiled, new_head])
-def test_row82_weights_are_known_in_the_process_wherever_they_are_copied_to(
-    make_run, tmp_path, through
-):
+def test_row82_layers_in_another_model(make_run):
     run = trained(make_run)
-    model = through(run.model, str(tmp_path / "model"))
+    first = run.callback.privacy_event
+    model = new_head(run.model)
     again = second_run(make_run, model, optimizer={"loss_geometry": None})
-    check_composed(again, run.callback.privacy_event)
+    check_composed(again, first)
 
 
-def test_weights_that_no_file_of_an_optimizer_came_with_are_an_assumption(make_run, tmp_path):
-    run = trained(make_run)
-    model = weights_h5(run.model, str(tmp_path / "model"))
+def private_run(model, run, optimizer=None, **kwargs):
+    return PrivateRun(
+        model, run.x, run.y, loss=run.model.loss,
+        optimizer=optimizer or tf.keras.optimizers.SGD(0.5),
+        batch_size=4, batch_order="cyclic", l2_norm_clip=1.0, noise_multiplier=2.0, **kwargs,
+    )  # fmt: skip
+
+
+def owns_its_run(run):
+    model = HiddenStateSequential(
+        [tf.keras.layers.Dense(1)], l2_norm_clip=1.0, noise_multiplier=2.0, batch_order="cyclic"
+    )
+    model.compile(tf.keras.optimizers.SGD(0.5), run.model.loss)
+    return model
+
+
+COPIES = {"deep copy": copy.deepcopy, "pickle": lambda model: pickle.loads(pickle.dumps(model))}
+
+
+@pytest.mark.usefixtures("without_graphs")
+@pytest.mark.parametrize("is_private", [False, True], ids=["plain model", "private model"])
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_and_pickles(make_run, name, is_private, new_process):
+    run = make_run()
+
+    def trained_on(model, record=None):
+        if is_private:
+            model.fit(run.x, run.y, batch_size=4, verbose=0)
+            return model
+        record = private_run(model, run) if record is None else record
+        record.train(1, verbose=False)
+        return record
+
+    model = owns_its_run(run) if is_private else run.model
+    before = trained_on(model)
+    first, copied = before.privacy_event, COPIES[name](model)
+    assert trained_on(model, before).privacy_event.release_steps == (6,)
     new_process()
-    again = second_run(make_run, model)
+    after = trained_on(copied)
+    assert after.privacy_events == (first, after.privacy_event)
+    assert after.get_epsilon(DELTA) == pytest.approx(composed(*after.privacy_events), rel=1e-9)
+
+
+@pytest.mark.usefixtures("without_graphs")
+def test_a_deep_copy_of_a_layer(make_run, new_process):
+    run = make_run()
+    layer = run.model.layers[0]
+    before = private_run(layer, run)
+    before.train(1, verbose=False)
+    first = before.privacy_event
+    copied = copy.deepcopy(layer)
+    new_process()
+    after = private_run(copied, run)
+    after.train(1, verbose=False)
+    assert after.privacy_events[0] == first
+    assert len(after.privacy_events) == 2
+
+
+def test_weights_that_were_copied_as_numbers_are_an_assumption(make_run):
+    run = trained(make_run)
+    again = second_run(make_run, weights(run.model, None))
     assert len(again.callback.privacy_events) == 1
     declared = [a.text for a in again.callback.assumptions if a.status is Status.DECLARED]
     assert any("no weights were trained on them before" in text for text in declared)
@@ -182,18 +210,6 @@ def test_a_start_from_the_weights_before_is_free(make_run):
         run.model.set_weights(before)
         again = second_run(make_run, run.model)
         assert len(again.callback.privacy_events) == 1
-
-
-def test_zeros_belong_to_nobody(make_run):
-    """The bias of a new model is not that of a run that keeps it at zero."""
-    first = make_run()
-    first.fit()
-    first.model.layers[0].bias.assign([0.0])
-    assert not origins._is_telling(first.model.layers[0].bias)
-    again = make_run()
-    again.model.layers[0].bias.assign([0.0])
-    again.fit()
-    assert len(again.callback.privacy_events) == 1
 
 
 def test_parts_that_different_runs_trained_last(make_run):
@@ -221,25 +237,10 @@ def changed_since(make_run):
     second_run(make_run, run.model)
 
 
-def zeroed_since(make_run):
-    """Zeros are known by the variable only."""
-    run = trained(make_run)
-    run.model.set_weights([0 * w for w in run.model.get_weights()])
-    second_run(make_run, run.model)
-
-
 def steps_that_nobody_recorded(make_run):
     run = make_run()
     run.model.fit(run.data, verbose=0)
     second_run(make_run, run.model)
-
-
-def steps_that_nobody_recorded_in_a_file(make_run):
-    run = make_run()
-    run.model.fit(run.data, verbose=0)
-    run.model.save("model.keras")
-    new_process()
-    second_run(make_run, tf.keras.models.load_model("model.keras"))
 
 
 def a_run_that_ended(make_run):
@@ -252,65 +253,69 @@ def a_run_that_ended(make_run):
     second_run(make_run, run.model)
 
 
-def copied_weights_of_a_run_that_ended(make_run):
-    run = trained(make_run)
-    model = weights(run.model, None)
-    with pytest.raises(KeyboardInterrupt):
-        run.fit(callbacks=[at_batch(2, _interrupt)])
-    with pytest.raises(hsa.UnsupportedRunError, match="was interrupted"):
-        run.fit()
-    second_run(make_run, model)
+def a_copy_that_its_run_has_left_behind(make_run):
+    run = make_run()
+    first = private_run(run.model, run, checkpoints_stay_private=True)
+    first.train(1, verbose=False)
+    copied = copy.deepcopy(run.model)
+    first.train(1, verbose=False)
+    private_run(copied, run)
 
 
-def _interrupt():
-    raise KeyboardInterrupt
-
-
-def older_weights_of_a_run(make_run):
-    run = trained(make_run)
-    older = run.model.get_weights()
-    run.fit()
-    other = make_run()
-    other.model.set_weights(older)
-    other.fit()
+def layers_of_different_steps(make_run):
+    """One of them from a copy that stayed private."""
+    run = make_run()
+    model = tf.keras.Sequential([tf.keras.layers.Dense(2), tf.keras.layers.Dense(1)])
+    model.build((None, 4))
+    first = private_run(model, run, checkpoints_stay_private=True)
+    first.train(1, verbose=False)
+    copied = copy.deepcopy(model)
+    first.train(1, verbose=False)
+    mixed = tf.keras.Sequential([copied.layers[0], model.layers[1]])
+    mixed.build((None, 4))
+    private_run(mixed, run)
 
 
 def an_optimizer_that_counts_steps_of_other_weights(make_run):
-    run = trained(make_run)
-    run.model.save("model.h5")
-    loaded = tf.keras.models.load_model("model.h5")
-    loaded.set_weights([w + 1 for w in loaded.get_weights()])
-    again = make_run()
-    again.model = loaded
-    again.fit()
+    """Whose file is that of a plain model."""
+    run = make_run()
+    run.model.compile(tf.keras.optimizers.SGD(0.5), run.model.loss)
+    run.model.fit(run.data, verbose=0)
+    private_run(run.model, run, optimizer=run.model.optimizer)
 
 
 CASES = [
-    (82, changed_since, "something else has changed the weights since the last step"),
-    (82, zeroed_since, "trained and something else changed since"),
+    (82, changed_since, "something else has changed the weights since"),
     (82, steps_that_nobody_recorded, "nobody recorded its steps"),
-    (82, steps_that_nobody_recorded_in_a_file, "nobody recorded its steps"),
     (82, a_run_that_ended, "stopped early"),
-    (82, copied_weights_of_a_run_that_ended, "fit was interrupted"),
-    (82, older_weights_of_a_run, "as step 6 left it: the run went on to step 12"),
+    (82, a_copy_that_its_run_has_left_behind, "step 6 left: the run went on to step 12"),
+    (82, layers_of_different_steps, "different steps of it, not all of them released"),
     (82, an_optimizer_that_counts_steps_of_other_weights, "iterations = 6 and other weights"),
 ]
 
 
+@pytest.mark.usefixtures("without_graphs")
 @each_row(("act", "text"), CASES)
 def test_refused(make_run, act, text):
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         act(make_run)
 
 
-def test_older_weights_that_were_released_are_composed_with_the_whole_run(make_run):
-    run = trained(make_run)
-    run.callback.release()
-    older = weights(run.model, None)
-    run.fit()
-    again = second_run(make_run, older)
-    check_composed(again, run.callback.privacy_event)
-    assert run.callback.privacy_event.release_steps == (6,)
+@pytest.mark.usefixtures("without_graphs")
+def test_two_models_from_one(make_run):
+    """Each shows the iterate that both began with, and neither what the other did since."""
+    run = make_run()
+    first = private_run(run.model, run)
+    first.train(1, verbose=False)
+    branches = [private_run(copy.deepcopy(run.model), run) for _ in range(2)]
+    for branch in branches:
+        branch.train(1, verbose=False)
+    first.train(1, verbose=False)
+    assert first.privacy_event.release_steps == (6,)
+    for branch in branches:
+        assert [event.num_steps for event in branch.privacy_events] == [6, 6]
+    late = private_run(copy.deepcopy(run.model), run)
+    assert [event.num_steps for event in late.record.earlier_events] == [12]
 
 
 def test_a_run_that_goes_on_after_its_weights_began_another_has_released_them(make_run):
@@ -360,18 +365,3 @@ def test_so_are_those_of_an_optimizer_whose_record_composes(make_run):
     assert len(again.callback.privacy_events) == 2
     with pytest.raises(hsa.UnsupportedRunError, match="no other private optimizer has trained"):
         again.optimizer.report(DELTA, dataset_size=24, batch_order="cyclic")
-
-
-def test_the_note_is_plain_and_public(make_run):
-    """Settings and digests of the weights that are saved with it."""
-    run = trained(make_run)
-    note = json.loads(json.dumps(run.optimizer.get_config()["runs_behind_the_weights"]))
-    assert sorted(note) == ["run_id", "runs", "schema", "step", "weights", "why"]
-    assert note["weights"] == [origins.digest(v) for v in run.variables]
-    past = origins.PastRun.of_plain(note["runs"][0])
-    assert past.run().event() == run.callback.privacy_event
-    for damage in ({"schema": 2}, {"runs": [{}]}, {"runs": [{"run_id": "a", "state": {}}]}):
-        with pytest.raises(ValueError, match=r"schema|damaged"):
-            type(run.optimizer).from_config(
-                {**run.optimizer.get_config(), "runs_behind_the_weights": {**note, **damage}}
-            )

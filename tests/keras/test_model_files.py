@@ -14,7 +14,7 @@ from hidden_state_adapters.tf_privacy import (
     DiceUpdate,
     HiddenStateSequential,
     keras_api,
-    origins,
+    lineage,
 )
 
 pytestmark = pytest.mark.usefixtures("without_graphs")
@@ -48,8 +48,7 @@ def _in_a_new_process():
 
 
 def new_process():
-    origins._live.clear()
-    origins._origins.clear()
+    lineage._newest.clear()
 
 
 def make(mechanism, noise=2.0):

@@ -15,7 +15,7 @@ from hidden_state_adapters.tf_privacy import (
     BlockCoordinateUpdate,
     DiceUpdate,
     HiddenStateSequential,
-    origins,
+    lineage,
 )
 from hidden_state_adapters.tf_privacy import batches as owned_batches
 
@@ -32,8 +32,7 @@ def new_process(without_graphs):
     """Forgets what the process knows, as a new one would."""
 
     def forget():
-        origins._live.clear()
-        origins._origins.clear()
+        lineage._newest.clear()
 
     forget()
     return forget

@@ -356,9 +356,9 @@ class KerasTrial(OnKeras):
         self.account = self.account_of(self.optimizer)
 
     def copy_model(self):
-        weights = self.model.get_weights()
-        self.build()
-        self.model.set_weights(weights)
+        self.model = Model([*self.model.layers])
+        self.model.build((None, FEATURES))
+        self.model.act = self.act
 
     # The account
 
@@ -521,9 +521,9 @@ class ModelTrial(OnKeras):
         self.group(BATCH, **relation, batch_order="poisson", loss_geometry=None)
 
     def copy_model(self):
-        weights = self.model.get_weights()
-        self.build()
-        self.model.set_weights(weights)
+        self.model = self.model_of([*self.model.layers])
+        self.model.build((None, FEATURES))
+        self.compile()
 
     def save(self):
         is_secret = self.rule is dice_update

@@ -214,7 +214,7 @@ class Trial:
         raise NotImplementedError("weights are copied by value")
 
     def copy_model(self):
-        """Goes on with another object that has the same weights."""
+        """Goes on with another model of the same layers."""
         raise NotImplementedError
 
     def save(self):

@@ -33,7 +33,7 @@ from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
-from hidden_state_adapters.tf_privacy.origins import RunState, Training
+from hidden_state_adapters.tf_privacy.lineage import Lineage, RunState
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import EVERY_FEATURE, Declared, Settings
@@ -142,7 +142,7 @@ class Algorithm:
 
     Attributes:
         step: That is made.
-        training: What the steps train.
+        lineage: Run that its steps are of, and those before it.
         update_rule: That the noisy mean goes through.
         asked_for: The steps that the only call of fit so far was asked for; None if there are more.
         examples_of_record: m, the examples of a microbatch; assigned before the run is asked for.
@@ -189,7 +189,7 @@ class Algorithm:
         )
         self.iterate: Any = Iterate(self.step)  # an optimizer in a loop has a `Watch`
         self._loss: LossGeometry | None = None
-        self.training = Training(self)
+        self.lineage = Lineage(self)
         self.asked_for: int | None = None  # steps, by the only call of fit so far
         self._is_resumed = False  # what was declared before the first step is not known
         self.update_rule, self.examples_of_record = update.name, 1
@@ -282,6 +282,15 @@ class Algorithm:
         return self.last_step.steps > 0
 
     @property
+    def variables(self) -> Sequence[Any]:
+        """Variables that it trains."""
+        return self.step.variables
+
+    def has_left(self, variable: Any) -> bool:
+        """Returns whether one of them is as the last step left it."""
+        return self.step.has_left(self.iterate.values, variable)
+
+    @property
     def blocks(self) -> tuple[tuple[Any, ...], ...]:
         """Its variables, if it updates them in turn."""
         return ()
@@ -326,7 +335,6 @@ class Algorithm:
         longest = state.declared.longest_gradient  # each was compared with it
         self.iterate.stands_at(state.num_steps, state.batch_size, longest)
         self.iterations.assign(state.iterations)
-        self.training.resume(variables)
         self._is_resumed = True
 
     @property

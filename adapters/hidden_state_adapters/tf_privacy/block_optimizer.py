@@ -243,7 +243,7 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
                 from a private run, which is not counted.
         """
         if self._steps is not None:
-            self._steps.training.refuse_earlier_runs()
+            self._steps.lineage.refuse_earlier_runs()
         event = self.privacy_event(neighboring_relation=neighboring_relation, **declared)
         guarantee = LastIterateAccountant(neighboring_relation).compose(event).guarantee
         assumptions = (Assumption.checked(CHECKED), *OF_EVERY_RUN, *guarantee.assumptions)

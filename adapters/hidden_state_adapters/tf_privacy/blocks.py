@@ -15,7 +15,7 @@ from hidden_state_accountants.runs.run import BlockCoordinateRun, Run
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule, as_meant
-from hidden_state_adapters.tf_privacy.origins import RunState
+from hidden_state_adapters.tf_privacy.lineage import RunState
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import StepEntry, Update, check_variables

@@ -230,7 +230,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         """Adds the epsilon to the logs, and notes a checkpoint as released."""
         assert self._record is not None
         self.model.reset_metrics()  # Model.save would store them
-        self._record.after_epoch()
+        self._record.check_fixed()
         if self.releases[0]:
             self._record.release()
         if logs is not None:

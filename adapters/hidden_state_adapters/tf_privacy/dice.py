@@ -25,7 +25,7 @@ from hidden_state_accountants.runs.run import DiceSgdRun
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
-from hidden_state_adapters.tf_privacy.origins import RunState
+from hidden_state_adapters.tf_privacy.lineage import RunState
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import EVERY_FEATURE, Declared, Settings, check_scale
 from hidden_state_adapters.tf_privacy.step import PlainSGD, Update, joint_norm

@@ -207,7 +207,7 @@ class DiceOptimizer(PrivateOptimizer):
         """
         relation = validate.neighboring_relation(neighboring_relation)
         steps = self._recorded_steps()
-        steps.training.refuse_earlier_runs()
+        steps.lineage.refuse_earlier_runs()
         event = self.privacy_event(
             dataset_size=dataset_size,
             batch_order=batch_order,

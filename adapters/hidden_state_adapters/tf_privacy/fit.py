@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.origins import digest
+from hidden_state_adapters.tf_privacy.lineage import fingerprint
 from hidden_state_adapters.tf_privacy.other_callbacks import foreign_among, releases_of
 from hidden_state_adapters.tf_privacy.run import PrivateRun, mean_loss
 
@@ -55,7 +55,7 @@ class Fit:
         self._stopping = [c for c in callbacks if isinstance(c, kinds.EarlyStopping)]
         files = [c for c in callbacks if isinstance(c, kinds.ModelCheckpoint)]
         self.chooses = bool(self._stopping) or any(c.save_best_only for c in files)
-        self._released: set[tuple[str, ...]] = set()  # digests of iterates that may come back
+        self._released: set[str] = set()  # iterates that may come back
         self.foreign = foreign_among(callbacks)
         waits = any(map(keras_api.waits_for_batches, callbacks))
         self._pace = 1 if pace is None and (waits or model.run_eagerly) else pace
@@ -93,7 +93,7 @@ class Fit:
                 self._run.record.release()
             logs |= self._run.record.shown_after_epoch(self._run.settings.target_delta)
             if self._stopping:
-                self._released.add(self._digests())
+                self._released.add(self._fingerprint())
             told.on_epoch_end(epoch, logs)
             if model.stop_training:
                 break
@@ -123,7 +123,7 @@ class Fit:
         run, steps = self._run, self._run.steps
         stopped = any(callback.stopped_epoch for callback in self._stopping)
         moved = not steps.is_iterate(keras_api.trained(self._model))
-        if self._stopping and moved and self._digests() in self._released:
+        if self._stopping and moved and self._fingerprint() in self._released:
             steps.goes_back()  # restore_best_weights, which Keras 3 does without stopping, too
             stopped = True
         if self.chooses:
@@ -134,10 +134,9 @@ class Fit:
             # As in Keras: the average of the iterates, which all count, takes their place.
             self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
             steps.goes_back()
-            run.record.note_weights()
 
-    def _digests(self) -> tuple[str, ...]:
-        return tuple(map(digest, keras_api.trained(self._model)))
+    def _fingerprint(self) -> str:
+        return fingerprint(keras_api.trained(self._model))
 
 
 def _without_loss(shown: dict[str, Any]) -> dict[str, Any]:

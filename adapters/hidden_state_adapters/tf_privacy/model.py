@@ -19,7 +19,12 @@ from hidden_state_adapters.tf_privacy.algorithm import (
 )
 from hidden_state_adapters.tf_privacy.data import GivenWeights
 from hidden_state_adapters.tf_privacy.fit import Fit
-from hidden_state_adapters.tf_privacy.origins import RunState, digest, origin_of, read_plain
+from hidden_state_adapters.tf_privacy.lineage import (
+    RunState,
+    hang_loaded,
+    past_runs,
+    plain_runs_of,
+)
 from hidden_state_adapters.tf_privacy.other_callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.record import Figures
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -48,7 +53,6 @@ class PrivateTraining(tf.keras.Model, Figures):
     _run: PrivateRun | None = None
     _uses_xla = False
     _given_pace: int | None = None  # steps_per_execution
-    _loaded_runs: Mapping[str, Any]
     _rule: UpdateRule | None = None
     _loaded_rule: Mapping[str, Any] = {}  # of the file that the model comes from
     _continued: Continued | None = None  # what the next fit goes on with
@@ -58,8 +62,6 @@ class PrivateTraining(tf.keras.Model, Figures):
         super().__init__(*args, **kwargs)
         self._given = self._settings = settings  # those that it trains with
         self._target_delta = settings.target_delta
-        # Past Keras' bookkeeping: it is no variable of the model, and in no file of it.
-        self.__dict__["_loaded_runs"] = {}
 
     # Keras' seams
 
@@ -132,7 +134,6 @@ class PrivateTraining(tf.keras.Model, Figures):
             steps_per_execution=steps_per_execution or 1,
             **kwargs,
         )
-        self.__dict__["_loaded_runs"] = self._runs_behind()
         self._rule, self._settings = rule, settings
         self._uses_xla = jit_compile not in (None, False, "auto")
         self._given_pace = steps_per_execution
@@ -368,7 +369,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         Raises:
             UnsupportedRunError: Blocks are not those of the model as it is.
         """
-        runs = self._runs_behind()
+        runs = plain_runs_of(self)
         rule = plain_rule(self._rule, self) if self._rule else {}
         return {
             **keras_api.config_of(self, super().get_config()),
@@ -377,25 +378,16 @@ class PrivateTraining(tf.keras.Model, Figures):
             **({_RUNS: runs} if runs else {}),
         }
 
-    def _runs_behind(self) -> dict[str, Any]:
-        """What a file tells of the runs behind the weights; empty if there are none."""
-        noted = {} if self._run is None else self._run.steps.training.note()
-        if not noted:  # no step was taken since
-            return dict(self._loaded_runs)
-        frozen = [digest(v) for v in keras_api.fixed(self) if origin_of(v) is not None]
-        return {**noted, "weights": list(dict.fromkeys([*noted["weights"], *frozen]))}
-
     @classmethod
     def from_config(cls, config: Mapping[str, Any], custom_objects: Any = None) -> Any:
         """Inverse of `get_config`; see Keras."""
         plain = dict(config)
-        settings, runs, rule = plain.pop(_CONFIG), plain.pop(_RUNS, {}), plain.pop(_RULE, {})
+        settings, runs, rule = plain.pop(_CONFIG), plain.pop(_RUNS, ()), plain.pop(_RULE, {})
         model = cls._of_config(plain, custom_objects, settings)
-        model.__dict__["_loaded_runs"], model.__dict__["_loaded_rule"] = runs, rule
+        model.__dict__["_loaded_rule"] = rule  # past Keras' bookkeeping
         if runs:
-            read_plain(runs)
             model.__dict__["_how_to_begin"] = _AFTER_RUNS
-        return model
+        return hang_loaded(model, past_runs(runs))
 
     @classmethod
     def _of_config(cls, config: dict[str, Any], custom_objects: Any, settings: Any) -> Any:

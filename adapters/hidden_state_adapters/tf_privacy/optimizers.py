@@ -23,7 +23,7 @@ from hidden_state_accountants import (
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, check_loss, of_rows
-from hidden_state_adapters.tf_privacy.origins import read_plain
+from hidden_state_adapters.tf_privacy.lineage import PastRun, past_runs, plain_runs
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings, plain_geometry
@@ -118,7 +118,7 @@ class PrivateOptimizer(legacy.Optimizer):
         refuse_surroundings()
         super().__init__(**kwargs)
         self._told = told
-        self._loaded_runs: Mapping[str, Any] = {}
+        self.loaded_runs: tuple[PastRun, ...] = ()  # behind the weights of the file
 
     # What a subclass says
 
@@ -207,7 +207,7 @@ class PrivateOptimizer(legacy.Optimizer):
             with tf.init_scope():  # the step may be traced
                 self.begin_run(variables).begin(self._told.declared)
                 self._tell_nobody_records()
-        self._steps.training.begin(self._steps.step.variables)
+        self._steps.lineage.hang_on(self._steps.variables)
         return self._steps
 
     def _tell_nobody_records(self) -> None:
@@ -393,8 +393,8 @@ class PrivateOptimizer(legacy.Optimizer):
             "num_microbatches": self._told.num_microbatches,
         }
         kept = {name: base[name] for name in ("name", "learning_rate", *names)}
-        runs = (self._steps and self._steps.training.note()) or self._loaded_runs
-        return {**kept, **told, **own, **({_RUNS: dict(runs)} if runs else {})}
+        runs = plain_runs([] if self._steps is None else self._steps.variables, self.loaded_runs)
+        return {**kept, **told, **own, **({_RUNS: runs} if runs else {})}
 
     @classmethod
     def from_config(
@@ -402,11 +402,9 @@ class PrivateOptimizer(legacy.Optimizer):
     ) -> PrivateOptimizer:
         """Inverse of `get_config`; see Keras."""
         arguments = dict(config)
-        runs = arguments.pop(_RUNS, {})
+        runs = past_runs(arguments.pop(_RUNS, ()))
         optimizer: PrivateOptimizer = super().from_config(arguments, custom_objects)
-        if runs:
-            read_plain(runs)
-        optimizer._loaded_runs = runs
+        optimizer.loaded_runs = runs
         return optimizer
 
     def __deepcopy__(self, memo: Any) -> PrivateOptimizer:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import textwrap
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -33,7 +32,13 @@ from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.public_numbers import warn_of_delta
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm
-from hidden_state_adapters.tf_privacy.origins import Origin, PastRun, RunState, digest, live_run
+from hidden_state_adapters.tf_privacy.lineage import (
+    PastRun,
+    RunState,
+    fingerprint,
+    reduced_with_runs,
+    runs_behind,
+)
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared
 from hidden_state_adapters.tf_privacy.step import StepEntry, check_constraints, check_variables
@@ -60,8 +65,8 @@ _FOREIGN_LOOP = (
     "cyclic_dataset"
 )
 _EARLIER = (
-    "the private runs that the initial weights come from ({}) are composed with this one: the "
-    "weights, or the file of the optimizer that they were loaded with, tell"
+    "the private runs that the initial weights come from ({}) are composed with this one: "
+    "variables, copies of models and files of private models and optimizers tell"
 )
 _GOES_ON = (
     "the run went on with the examples of before in the same order, each time once and from its "
@@ -244,19 +249,18 @@ class RecordedRun:
         self._is_over = False  # stopped early
         self._files_stay_private, self._private_step = files_stay_private, 0
         self._releases_next = False  # a file was written of a step that is not recorded yet
+        self._lineage = optimizer.lineage
         self._count_files(model)
         if state is None:
             self._begin()
         else:
             self._resume(state, discard_later_steps)
-        self.optimizer.training.where_from = self.where_from
         if state is None and (line := self.optimizer.line_before(self._relation)):
             _logger.warning(line)
 
     def _begin(self) -> None:
         """Asks where the initial weights come from."""
-        self._live = live_run(os.urandom(16).hex())
-        self._take_over(self.optimizer.training.past_runs(keras_api.variables(self.model)))
+        self._take_over(runs_behind(self.model))
         before = int(self.optimizer.iterations.numpy())
         if before and not self._earlier:
             raise refusal(
@@ -271,12 +275,13 @@ class RecordedRun:
                 "of all of them together", len(self._earlier),
             )  # fmt: skip
 
-    def _take_over(self, earlier: tuple[PastRun, ...]) -> None:
-        """Goes on with the run that is live here, after runs that its weights come from."""
+    def _take_over(self, earlier: tuple[PastRun, ...], run_id: str | None = None) -> None:
+        """Goes on with the run of this name here, after those that its weights come from."""
         self._earlier = tuple(past.run() for past in earlier)
         self._spent = [run.guarantee(self._relation) for run in self._earlier]
-        self._live.earlier, self._live.owner, self._live.ended = earlier, weakref.ref(self), ""
-        self.optimizer.training.follows_runs = bool(earlier)
+        self._lineage.begin(earlier, run_id)
+        trained = keras_api.trained(self.model)
+        self._lineage.hang_on(trained, self.model, resumed=run_id is not None)
 
     # How it goes on elsewhere
 
@@ -318,9 +323,9 @@ class RecordedRun:
             self.release()
         places = {id(variable): index for index, variable in enumerate(variables)}
         return RunState(
-            run_id=self._live.run_id,
+            run_id=self._lineage.run_id,
             optimizer=optimizer.kind,
-            relation=self._relation.name,
+            relation=self._relation,
             batch_size=self._batch_size,
             examples=self._examples,
             declared=self.declared,
@@ -328,35 +333,25 @@ class RecordedRun:
             num_steps=self.num_batches,
             iterations=int(optimizer.iterations.numpy()),
             run=self._run.state_dict(),
-            earlier=self._live.earlier,
-            weights=tuple(map(digest, variables)),
-            fixed=tuple(map(digest, keras_api.fixed(self.model))),
+            earlier=self._lineage.earlier,
+            weights=fingerprint(keras_api.variables(self.model)),
             blocks=tuple(tuple(places[id(v)] for v in block) for block in optimizer.blocks),
             private=optimizer.private_state() if include_private_state else None,
         )
 
     def _resume(self, state: RunState, discard_later_steps: bool) -> None:
-        self._live = live_run(state.run_id)
-        self._live.check_newest(state.num_steps, discard_later_steps)
+        self._lineage.check_newest(state, discard_later_steps)
         self.optimizer.resume(state, keras_api.trained(self.model))
         self._run = self.optimizer.new_run(self.declared)
         self._run.load_state_dict(state.run)  # names the field that differs
-        self.num_batches, self._live.run = state.num_steps, self._run
-        self._live.steps = state.num_steps
-        for step in self._run.release_steps[-1:]:
-            self._live.released = step
-        self._take_over(state.earlier)
+        self.num_batches = self._lineage.steps = state.num_steps
+        self._lineage.run, self._lineage.released = (
+            self._run,
+            max(self._run.release_steps, default=0),
+        )
+        self._take_over(state.earlier, state.run_id)
         discarded = (_DISCARDED.format(self._run.num_steps),) if discard_later_steps else ()
         self._texts = tuple(dict.fromkeys((*state.texts, _GOES_ON, *discarded)))
-
-    def where_from(self) -> Origin:
-        """Where the current weights come from.
-
-        Raises:
-            ValueError, UnsupportedRunError: What they show is not known.
-        """
-        self.event()  # there is one
-        return Origin(self._live.run_id, 0 if self._run is None else self._run.num_steps)
 
     # What happens
 
@@ -398,9 +393,9 @@ class RecordedRun:
             self.check_variables()
             self._check_convexity()
         if self._run is None:
-            self._run = self._live.run = self.optimizer.new_run(self.declared)
+            self._run = self._lineage.run = self.optimizer.new_run(self.declared)
         self._run.add(attrs.evolve(step, batch=batch, rows=self._batch_size))
-        self._live.steps = self.num_batches
+        self._lineage.steps = self.num_batches
         if self._releases_next:
             self._releases_next = False
             self.release()
@@ -417,7 +412,7 @@ class RecordedRun:
 
     def _check_entry(self, entry: StepEntry, batch: int) -> None:
         step = self.num_batches + 1
-        if not self._live.belongs_to(self):
+        if not self._lineage.is_newest:
             raise refusal(
                 "Another record of this process goes on with the run: no bound covers what two "
                 "continuations show together. Go on there."
@@ -438,9 +433,7 @@ class RecordedRun:
 
     def release(self) -> None:
         """Notes that the current variables are seen."""
-        if self._run is not None:
-            self._run.release()
-            self._live.released = self.num_batches
+        self._lineage.release()
 
     def _count_files(self, model: Any) -> None:
         """Lets what writes files of a model count them as releases, whoever calls it.
@@ -454,10 +447,19 @@ class RecordedRun:
                 note()
             return write(part, *args, **kwargs)
 
+        def reduced(write: Callable[..., Any], part: Any, protocol: Any) -> Any:
+            return reduced_with_runs(part, counted(write, part, protocol))
+
+        def copied(part: Any, memo: Any) -> Any:
+            make, arguments = part.__reduce_ex__(4)
+            return make(*arguments)
+
         for part in keras_api.models_of(model):
             for name in _WRITES:
                 if (write := getattr(type(part), name, None)) is not None:
                     vars(part)[name] = functools.partial(counted, write, part)
+            vars(part)["__reduce_ex__"] = functools.partial(reduced, type(part).__reduce_ex__, part)
+            vars(part)["__deepcopy__"] = functools.partial(copied, part)
 
     def _writes(self) -> None:
         """Counts a file that is written now, unless it is declared to stay private."""
@@ -467,19 +469,6 @@ class RecordedRun:
             self.release()
         else:  # a callback writes before the one that records
             self._releases_next = True
-
-    def note_weights(self) -> None:
-        """Lets the process know the current weights, wherever they are copied to."""
-        self.optimizer.training.note()
-
-    def after_epoch(self) -> None:
-        """Notes the weights, which may be released now with the variables that are not trained.
-
-        Raises:
-            UnsupportedRunError: One of those was changed, though it may be what it was by the end.
-        """
-        self.check_fixed()
-        self.note_weights()
 
     def shown_after_epoch(self, delta: float | None) -> dict[str, float]:
         """For the logs: what epsilon would be if training ended there; nothing without delta."""
@@ -494,9 +483,7 @@ class RecordedRun:
 
     def invalidate(self, text: str) -> NoReturn:
         """Ends the run: there is no figure for it."""
-        self._invalid = text
-        if self._live.belongs_to(self):  # else it goes on elsewhere
-            self._live.ended = text
+        self._invalid = self._lineage.ended = text
         raise refusal(text)
 
     def go_on(self, model: Any, optimizer: Any) -> None:
@@ -550,7 +537,7 @@ class RecordedRun:
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
         """
-        if not self.optimizer.training.is_over:
+        if not self._lineage.is_over:
             self.check_iterate()
 
     def check_variables(self) -> None:
@@ -580,8 +567,7 @@ class RecordedRun:
         Args:
             complete: Adds those steps, and their releases, to a run.
         """
-        self._complete, self._live.whole = complete, self._whole_run
-        self._live.ended = "the fit that trained it is not over"
+        self._complete, self._lineage.whole = complete, self._whole_run
 
     def has_stopped(self, *, early: bool) -> None:
         """From here on the run has all steps that could have followed.
@@ -591,8 +577,8 @@ class RecordedRun:
         """
         assert self._run is not None
         self._is_over = early
-        self._run = self._live.run = self._whole_run()
-        self._complete, self._live.whole, self._live.ended = None, None, ""
+        self._run = self._lineage.run = self._whole_run()
+        self._complete = self._lineage.whole = None
 
     def _whole_run(self) -> Run:
         assert self._run is not None

@@ -40,7 +40,7 @@ from hidden_state_adapters.tf_privacy.gradients import (
 )
 from hidden_state_adapters.tf_privacy.head import OfHead, begin
 from hidden_state_adapters.tf_privacy.head_losses import RowLosses
-from hidden_state_adapters.tf_privacy.origins import RunState
+from hidden_state_adapters.tf_privacy.lineage import RunState
 from hidden_state_adapters.tf_privacy.record import (
     FILES_STAY_PRIVATE,
     INTERRUPTED,
@@ -355,7 +355,6 @@ class PrivateRun(Figures):
         self._show = show
         self._dealer = Dealer(self.plan, self._multiple, self.steps_per_epoch)
         self._calls, self._may_stop, self._foreign = 0, False, frozenset[str]()  # of fit
-        steps.training.begin(variables)
         # Step by step even where the loop of fit is eager, so that no example is traced anew.
         self._compiled = tf.function(self._take, jit_compile=uses_xla, reduce_retracing=True)
         width = None if self.is_padded else self.plan.batch_size
@@ -501,7 +500,7 @@ class PrivateRun(Figures):
         for entry in entries:
             record.add(record.next_batch, entry)
         if record.num_batches % self.steps_per_epoch == 0:
-            record.after_epoch()
+            record.check_fixed()
         return np.array([loss, examples])
 
     @keras_api.as_written
@@ -585,9 +584,10 @@ class PrivateRun(Figures):
             )
 
     def _check_relation(self, state: RunState) -> None:
-        if state.named_relation is not self.relation:
+        if state.relation is not self.relation:
             raise refusal(
-                f"The state is of another run: expected neighboring_relation = {state.relation}, "
+                f"The state is of another run: expected neighboring_relation = "
+                f"{state.relation.name}, "
                 f"got {self.relation.name}. Use the settings of before."
             )
 
@@ -800,9 +800,8 @@ class PrivateRun(Figures):
         try:
             yield
         except BaseException:
-            with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
-                record.note_weights()
-                if not record.has_ended and self.steps.last_step.steps != before:
+            if not record.has_ended and self.steps.last_step.steps != before:
+                with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
                     record.invalidate(INTERRUPTED)
             raise
 

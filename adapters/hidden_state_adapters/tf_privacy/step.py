@@ -231,6 +231,16 @@ class PrivateStep:
         ]
         return tf.reduce_all(tf.stack(same))
 
+    def has_left(self, left: Sequence[Any], variable: Any) -> bool:
+        """Returns whether one of the variables has the value that a step left."""
+        own = {id(copy) for copy in copies([variable])}
+        pairs = zip(copies([*self.variables, *self._kept]), left, strict=True)
+        return all(
+            bool(tf.reduce_all(tf.equal(_bits(now), _bits(value))))
+            for now, value in pairs
+            if id(now) in own
+        )
+
 
 class Iterate:
     """What the last step left, held by the host while no step is taken.

@@ -207,6 +207,11 @@ class Watch:
         *_, fewest, most = self._counts.numpy().tolist()
         return fewest, most, float(self._numbers.numpy()[2])
 
+    @property
+    def values(self) -> Sequence[Any]:
+        """Values that the last step left."""
+        return self._copies
+
     def is_left(self, variables: Sequence[Any]) -> bool:
         """Whether variables, and what the rule keeps, are as the last step left them."""
         return bool(self._step.is_left(self._copies, variables))

@@ -1,0 +1,463 @@
+"""Lineage of weights: the private runs behind them, which hang on variables, layers and files.
+
+A run that begins with weights that another private run left shows more of the examples than its own
+event says. The variables that a run trains refer to it; copies of layers and models, pickles, and
+what a model or an optimizer writes into its configuration hold the runs as plain types. Weights
+that are copied as numbers hold none, nor do checkpoints of TensorFlow and files of a plain model:
+that is declared by you.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import attrs
+import numpy as np
+import tensorflow as tf
+from dp_accounting import NeighboringRelation
+
+from hidden_state_accountants import validate
+from hidden_state_accountants.runs.run import Run, run_of
+from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.settings import Declared
+
+_BEHIND = "_hidden_state_runs"  # attribute of variables and layers
+_NOT_RECORDED = "nobody recorded its steps, as HiddenStateCallback does."
+_newest: dict[str, Lineage] = {}  # by the names of runs: who goes on with each in this process
+
+
+@attrs.frozen
+class PastRun:
+    """A run behind weights, as it was when they were copied or written.
+
+    Attributes:
+        run_id: Name of the run, wherever it goes on.
+        state: `Run.state_dict` of its steps; empty if they are not known.
+        refused: Reason why what the weights show is not known; "" if it is.
+    """
+
+    run_id: str
+    state: Mapping[str, Any]
+    refused: str = ""
+
+    @property
+    def num_steps(self) -> int:
+        """Number of its steps."""
+        return int(self.state.get("num_steps", 0))
+
+    @property
+    def releases(self) -> Sequence[int]:
+        """Steps whose weights were released."""
+        found: Sequence[int] = self.state.get("release_steps", ())
+        return found
+
+    def run(self) -> Run:
+        """Returns the run with its steps; ValueError if the state is damaged."""
+        return run_of(self.state)
+
+    def counted(self) -> PastRun:
+        """Returns the run as this process knows it, with the weights counted as released.
+
+        Raises:
+            UnsupportedRunError: What the weights show is not known.
+        """
+        newest = _newest.get(self.run_id)
+        why = self.refused if newest is None else newest.ended or self.refused
+        if newest is not None and newest.whole is not None:
+            why = "the fit that trained it is not over."
+        if why:
+            raise refusal(
+                f"Expected initial weights whose privacy is known, got some that a private run "
+                f"trained: {why} Start from other weights (that they do not depend on the examples "
+                "is then declared by you)."
+            )
+        if newest is None or newest.run is None:
+            return self
+        if self.num_steps == newest.run.num_steps:
+            newest.release()
+        elif self.num_steps not in newest.run.release_steps:
+            raise refusal(
+                f"Expected the newest weights of a private run, got those that step "
+                f"{self.num_steps} left: the run went on to step {newest.run.num_steps}, and the "
+                "weights in between count as hidden. Start from the newest ones, or call release() "
+                "before the run goes on."
+            )
+        return newest.snapshot()
+
+
+def _each_once(runs: Iterable[PastRun]) -> tuple[PastRun, ...]:
+    """Returns the runs, each as far as its latest weights go, if it released the earlier ones."""
+    found: dict[str, PastRun] = {}
+    for past in runs:
+        pair = (found.get(past.run_id, past), past)
+        less, more = sorted(pair, key=lambda p: (bool(p.refused), p.num_steps, len(p.releases)))
+        if not more.refused and less.num_steps not in (more.num_steps, *more.releases):
+            more = attrs.evolve(
+                more,
+                refused="the weights are those of different steps of it, not all of them released.",
+            )
+        found[past.run_id] = more
+    return tuple(found.values())
+
+
+class Trainer(Protocol):
+    """Maker of the steps of a run."""
+
+    @property
+    def variables(self) -> Sequence[Any]:
+        """Variables that it trains."""
+
+    @property
+    def has_stepped(self) -> bool:
+        """Whether it took a step."""
+
+    def has_left(self, variable: Any) -> bool:
+        """Returns whether a variable is as its last step left it."""
+
+
+class Lineage:
+    """The run that trains some variables, and those before it; the variables refer to it.
+
+    Attributes:
+        run_id: Name of the run, wherever it goes on.
+        earlier: Runs that the initial weights come from.
+        run: Steps of the run; None before the first one.
+        steps: Number of steps of the optimizer that were recorded, here or in a state.
+        released: Last of them whose weights were released.
+        ended: Reason why the run has no epsilon any more; "" as long as it has one.
+        whole: Function that gives the run with all steps that could follow, while the weights may
+            choose how many do, or which are kept; None elsewhere.
+
+    Args:
+        trainer: Maker of the steps.
+    """
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self._before: dict[int, np.ndarray | None] = {}  # initial values, by the ids of variables
+        self.run_id = secrets.token_hex(16)
+        self.earlier: tuple[PastRun, ...] = ()
+        self.run: Run | None = None
+        self.steps = self.released = 0
+        self.ended = _NOT_RECORDED
+        self.whole: Callable[[], Run] | None = None
+
+    def begin(self, earlier: tuple[PastRun, ...], run_id: str | None = None) -> None:
+        """Notes that the run is recorded.
+
+        Args:
+            earlier: Runs that the initial weights come from.
+            run_id: Name of the run that goes on; None for a new one.
+        """
+        self.run_id, self.earlier, self.ended = run_id or self.run_id, earlier, ""
+        _newest[self.run_id] = self
+
+    @property
+    def is_newest(self) -> bool:
+        """Whether nobody else in this process goes on with the run."""
+        return _newest.get(self.run_id, self) is self
+
+    @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
+    def hang_on(
+        self, variables: Sequence[Any], model: Any = None, *, resumed: bool = False
+    ) -> None:
+        """Lets variables that are going to be trained, and layers that own some, refer to the run.
+
+        Args:
+            variables: Variables, before they move.
+            model: Model or layer that has them; None if it is not known.
+            resumed: Whether earlier steps of the run have moved them.
+        """
+        new = [variable for variable in variables if _held(variable) is not self]
+        if not new:
+            return
+        with tf.init_scope():  # the step may be traced
+            if self.ended == _NOT_RECORDED:
+                self.earlier = _each_once((*self.earlier, *_behind(new)))
+            for variable in new:
+                self._before[id(variable)] = None if resumed else _value_or_none(variable)
+                setattr(variable, _BEHIND, self)
+        own = {id(variable) for variable in variables}
+        for layer in [] if model is None else model._flatten_layers():
+            if resumed or own & {id(variable) for variable in keras_api.trained(layer)}:
+                vars(layer)[_BEHIND] = self  # past Keras' bookkeeping
+
+    @property
+    def is_over(self) -> bool:
+        """Whether another private run has trained the variables since."""
+        held = map(_held, self._trainer.variables)
+        return any(one is not self and one._trainer.has_stepped for one in held)
+
+    def snapshot(self) -> PastRun:
+        """Returns the run as it is now."""
+        run = self.run if self.whole is None else self.whole()
+        return PastRun(self.run_id, {} if run is None else run.state_dict(), self.ended)
+
+    def release(self) -> None:
+        """Counts the current weights as released."""
+        if self.run is not None:
+            self.run.release()
+            self.released = self.steps
+
+    def behind(self, variable: Any) -> tuple[PastRun, ...]:
+        """Returns the runs behind the value of a variable, which this one trains or has trained."""
+        before = self._before[id(variable)]
+        is_initial = before is not None and np.array_equal(before, variable.numpy())
+        if not self._trainer.has_stepped or is_initial:
+            return self.earlier
+        past = self.snapshot()
+        if not past.refused and not self._trainer.has_left(variable):
+            past = attrs.evolve(past, refused="something else has changed the weights since.")
+        return (*self.earlier, past)
+
+    def check_newest(self, state: RunState, discard_later_steps: bool) -> None:
+        """Raises UnsupportedRunError if steps after a state would be forgotten.
+
+        Args:
+            state: State that the run goes on from.
+            discard_later_steps: Whether nothing of the steps after it was ever seen.
+        """
+        other, steps = _newest.get(state.run_id, self), state.num_steps
+        if other.released > steps:
+            raise refusal(
+                f"Expected the newest released state of the run, got that of step {steps}: the "
+                f"weights after step {other.released} were released and would be forgotten. Go on "
+                "from there, or later."
+            )
+        if other.steps > steps and not discard_later_steps:
+            raise refusal(
+                f"Expected the newest state of the run, got that of step {steps}: {other.steps} "
+                "steps were taken. If nothing that the later ones computed was ever seen by "
+                "anybody, nor made you go back, say discard_later_steps=True; it becomes a listed "
+                "assumption."
+            )
+
+    def refuse_earlier_runs(self) -> None:
+        """Raises UnsupportedRunError if steps before those of this optimizer count as well."""
+        if self.earlier:
+            raise refusal(
+                "Expected variables that no other private optimizer has trained, got some that one "
+                "has: a report of the steps of this one alone would be too small. Compose the "
+                "events of both in one accountant, or use HiddenStateCallback, which does."
+            )
+
+    def __reduce__(self) -> Any:
+        """Copies and pickles what the runs are at this moment; a copy trains nothing."""
+        return tuple, ((*self.earlier, self.snapshot()),)
+
+
+def _held(part: Any) -> Any:
+    return getattr(part, _BEHIND, None)
+
+
+def _value_or_none(variable: Any) -> np.ndarray | None:
+    """Returns a copy of a value; None for a variable that a traced function creates."""
+    try:
+        return np.array(variable.numpy())
+    except tf.errors.FailedPreconditionError:
+        return None
+
+
+# Models and files
+
+
+def _behind(variables: Iterable[Any], layers: Iterable[Any] = ()) -> tuple[PastRun, ...]:
+    """Returns the runs behind the weights in variables, and those that layers were loaded with."""
+    runs: list[PastRun] = []
+    for held in (vars(layer).get(_BEHIND) for layer in layers):
+        runs += held if isinstance(held, tuple) else ()  # of the others their variables tell
+    for variable in variables:
+        runs += () if (held := _held(variable)) is None else held.behind(variable)
+    return _each_once(runs)
+
+
+def runs_behind(model: Any) -> tuple[PastRun, ...]:
+    """Returns the private runs that the weights of a model come from, each once.
+
+    The weights count as released from here on.
+
+    Args:
+        model: Keras model or layer that is built.
+
+    Raises:
+        UnsupportedRunError: What the weights show is not known.
+    """
+    found = _behind(keras_api.variables(model), model._flatten_layers())
+    loaded = getattr(getattr(model, "optimizer", None), "loaded_runs", ())
+    return tuple(past.counted() for past in _each_once((*found, *loaded)))
+
+
+def plain_runs(variables: Iterable[Any], loaded: Iterable[PastRun] = ()) -> list[dict[str, Any]]:
+    """Returns the runs behind weights as plain types, for a file that holds the weights.
+
+    Args:
+        variables: Variables with the weights.
+        loaded: Runs that the file of the weights told of.
+    """
+    return [attrs.asdict(past) for past in _each_once((*loaded, *_behind(variables)))]
+
+
+def plain_runs_of(model: Any) -> list[dict[str, Any]]:
+    """Returns those of a model, which need not be built."""
+    variables = keras_api.variables(model) if keras_api.is_built(model) else ()
+    return plain_runs(variables, _behind((), model._flatten_layers()))
+
+
+def hang_loaded(model: Any, runs: tuple[PastRun, ...]) -> Any:
+    """Lets the layers of a model that was copied or loaded hold runs; returns the model."""
+    for layer in model._flatten_layers() if runs else ():
+        vars(layer)[_BEHIND] = runs
+    return model
+
+
+def reduced_with_runs(model: Any, reduced: Any) -> tuple[Any, ...]:
+    """Returns what a model is pickled and copied as, with the runs behind its weights."""
+    make, arguments, *_ = reduced
+    return _made_again, (
+        make,
+        arguments,
+        _behind(keras_api.variables(model), model._flatten_layers()),
+    )
+
+
+def _made_again(make: Callable[..., Any], arguments: Any, runs: tuple[PastRun, ...]) -> Any:
+    return hang_loaded(make(*arguments), runs)
+
+
+def fingerprint(variables: Sequence[Any]) -> str:
+    """Returns a name for the values of variables, bit by bit; the same in every process."""
+    found = hashlib.sha256()
+    for variable in variables:
+        value = np.ascontiguousarray(variable.numpy())
+        found.update(f"{value.dtype.str} {value.shape} ".encode() + value.tobytes())
+    return found.hexdigest()
+
+
+# A run that goes on elsewhere
+
+
+def _declared(given: Declared | Mapping[str, Any]) -> Declared:
+    return given if isinstance(given, Declared) else Declared.of_plain(given)
+
+
+def past_runs(given: Iterable[Any]) -> tuple[PastRun, ...]:
+    """Returns runs of plain types as objects; TypeError if they are damaged."""
+    return tuple(past if isinstance(past, PastRun) else PastRun(**past) for past in given)
+
+
+def _blocks(given: Iterable[Iterable[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, given))
+
+
+@attrs.frozen(kw_only=True)
+class RunState:
+    """State of a run that goes on elsewhere.
+
+    It holds nothing that was measured on the examples, but for `private`, which is there on request
+    only; the fingerprint is that of weights that count as released, or that stay private.
+
+    Attributes:
+        run_id: Name of the run, wherever it goes on.
+        optimizer: `Algorithm.kind` of what makes its steps.
+        relation: Neighboring relation.
+        batch_size: Batch size b, in records.
+        examples: Records of an epoch.
+        declared: Declarations of the user about the examples.
+        texts: Other declarations about the steps so far.
+        num_steps: Number of steps taken.
+        iterations: Count of Keras.
+        run: `Run.state_dict` of the steps.
+        earlier: Runs that the initial weights come from.
+        weights: Fingerprint of the variables, saved with the state.
+        blocks: Indices of the trained variables in every block; empty without blocks.
+        private: Hidden state of the optimizer; None if it was not asked for.
+    """
+
+    run_id: str
+    optimizer: str
+    relation: NeighboringRelation = attrs.field(converter=validate.neighboring_relation)
+    batch_size: int
+    examples: int
+    declared: Declared = attrs.field(converter=_declared)
+    texts: Sequence[str]
+    num_steps: int
+    iterations: int
+    run: Mapping[str, Any]
+    earlier: tuple[PastRun, ...] = attrs.field(converter=past_runs)
+    weights: str
+    blocks: tuple[tuple[int, ...], ...] = attrs.field(converter=_blocks)
+    private: Mapping[str, Any] | None
+
+    def __attrs_post_init__(self) -> None:
+        for name in ("batch_size", "examples", "num_steps", "iterations"):
+            validate.integer(name, getattr(self, name), minimum=int(name != "iterations"))
+        run = run_of(self.run)
+        run.check_relation(self.relation)
+        if run.num_steps != self.num_steps:
+            raise ValueError(f"{self.num_steps} steps, but {run.num_steps} are recorded.")
+
+    def check_fits(self, model: Any, optimizer: Any, batch_size: int, examples: int) -> None:
+        """Checks that the run can go on with these.
+
+        Args:
+            model: Model that is built.
+            optimizer: Algorithm.
+            batch_size: Batch size, in records.
+            examples: Records of an epoch.
+
+        Raises:
+            UnsupportedRunError: One of them is another one; the text says which.
+        """
+        given = self.batch_size, self.examples
+        for name, expected, found, remedy in (
+            ("optimizer", self.optimizer, optimizer.kind, "Compile with what it was made with"),
+            (
+                "batches (batch_size, examples)", given, (batch_size, examples),
+                "Use the arguments of before",
+            ),
+        ):  # fmt: skip
+            if expected != found:
+                raise refusal(
+                    f"The state is of another run: expected {name} = {expected}, got {found}. "
+                    f"{remedy}."
+                )
+        if optimizer.hidden_state and self.private is None:
+            raise refusal(
+                f"Expected a state with {optimizer.hidden_state}, got one without it: with another "
+                "one it would not be the run that is accounted. Save it with "
+                "include_private_state=True, stays_private=True."
+            )
+        if fingerprint(keras_api.variables(model)) != self.weights:
+            raise refusal(
+                "Expected the weights that the last recorded step left, got others. Load the model "
+                "that was saved together with the state."
+            )
+
+    def to_plain(self) -> dict[str, Any]:
+        """Returns numbers, strings, lists and dictionaries, for JSON."""
+        return {
+            **attrs.asdict(self, recurse=False),
+            "relation": self.relation.name,
+            "declared": self.declared.to_plain(),
+            "texts": list(self.texts),
+            "earlier": [attrs.asdict(past) for past in self.earlier],
+            "blocks": list(map(list, self.blocks)),
+        }
+
+    @classmethod
+    def of_plain(cls, plain: Any) -> RunState:
+        """Inverse of `to_plain`.
+
+        Raises:
+            TypeError, ValueError: It is no such state, or damaged.
+        """
+        if not isinstance(plain, Mapping):
+            raise TypeError(f"Expected the dictionary that state() returned, got {plain!r:.80}.")
+        try:
+            return cls(**plain)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"The state is damaged: {error}") from error
