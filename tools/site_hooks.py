@@ -18,9 +18,8 @@ ROOT = Path(__file__).parents[1]
 BOOST = {"": 4.0, "tutorials": 2.0, "reference": 1.5}
 LOG = logging.getLogger("mkdocs.hooks.site")
 LINK = re.compile(r"(?<=\]\()(?P<target>(?:\.\./)+[^)#\s]+)")
-PAGES = [
-    ROOT / name for name in ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "EXTENDING.md", "SECURITY.md")
-]
+NAMES = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "EXTENDING.md", "SECURITY.md")
+PAGES = [ROOT / name for name in NAMES]
 
 
 def _page(path: Path) -> str:
