@@ -38,7 +38,7 @@ from hidden_state_adapters.whitening import moment_bound, noise_is_short
 INTERCEPT_SHARE = 0.3
 """The constant feature of an intercept, in norms of a record."""
 _STATISTICS = 0.1  # of the squared mu of the target is for the statistics of the columns
-_COVARIANCE = 0.2  # of it is for their covariance, beside the statistics
+_COVARIANCE = 0.1  # of it is for their covariance, beside the statistics
 _TEMPERATURE = 0.03  # of it is for the temperature of probabilities
 _MOST_NOISE = 0.05  # in a mean of losses, in nats: with more a temperature is not worth its share
 _SECONDS = 2.0  # between two lines of progress

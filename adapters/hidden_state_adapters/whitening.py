@@ -16,8 +16,9 @@ from dp_accounting import NeighboringRelation
 _POWER = 0.3  # of the eigenvalues: with 1/2 directions of nothing get as much noise as the others
 _RIDGE = 0.01  # of the mean eigenvalue, added to every one
 _FLOOR = 0.3  # of the length of the noise: smaller eigenvalues are mostly noise
-_MOST_NOISE = 10.0  # its length, in mean eigenvalues: with more nothing of the moment is left
+_MOST_NOISE = 14.0  # its length, in mean eigenvalues: with more nothing of the moment is left
 _LEAST_TRACE = 0.1  # of rows of norm at most 1
+_MOST_DIRECTIONS = 10.0  # or a sixteenth of the columns: pixels have more
 
 Normal = Callable[[float, tuple[int, ...]], np.ndarray]
 
@@ -78,6 +79,17 @@ def whitening(moment: np.ndarray, length: float = 0.0) -> np.ndarray:
     trace = min(max(float(values.sum()), _LEAST_TRACE), 1.0)
     square = max(float((_of_sum(values, trace) * factors**2).sum()), float(np.finfo(float).tiny))
     return np.asarray((vectors * (factors / np.sqrt(square))) @ vectors.T)
+
+
+def directions_are_few(moment: np.ndarray, std: float) -> bool:
+    """Whether the variance lies in few directions, as that of a network's features does.
+
+    Of a moment M of rows of norm 1, with noise of `std` in an entry of M before it was made
+    symmetric: 1/|M|^2 is their effective number.
+    """
+    columns = len(moment)
+    square = float(np.sum(moment**2)) - std**2 * columns * (columns + 1) / 2
+    return square * max(_MOST_DIRECTIONS, columns / 16) >= 1
 
 
 def _of_sum(values: np.ndarray, total: float) -> np.ndarray:

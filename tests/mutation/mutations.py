@@ -122,6 +122,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "* (self.scales[index][:, None] / self.norm)",
                 "/ self.norm",
             ),
+            "whether_to_whiten_is_read_off_the_records": (
+                "not whitening.directions_are_few(moment, std / n)",
+                "not whitening.directions_are_few(total.cpu().numpy() / n, std / n)",
+            ),
             "slopes_of_a_head_that_are_not_cut": (
                 "slopes *= (clip_norm / norms).clamp(max=1.0)",
                 "slopes *= 1.0",
@@ -328,6 +332,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             "two_moments_are_as_near_as_one_is_to_zeros": (
                 "return math.sqrt(0.5) if",
                 "return 0.5 if",
+            ),
+            "noise_counts_as_a_direction": (
+                "square = float(np.sum(moment**2)) -",
+                "square = float(np.sum(moment**2)) + 0 *",
             ),
             "half_the_noise_is_drawn_for_a_moment": (
                 "noisy = total + normal(std, total.shape)",

@@ -38,7 +38,7 @@ def fitted(x=X, y=LABELS, **changes):
 @pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
 @pytest.mark.parametrize(
     ("classes", "preprocessing", "public"),
-    [(2, "whiten", None), (3, "whiten", None), (3, "auto", X[:50]), (3, "center", None)],
+    [(2, "whiten", None), (3, "whiten", None), (3, "auto", X[:50])],
 )
 def test_without_noise_it_is_the_estimator(silent, classes, preprocessing, public, relation):
     y = np.minimum(Y, classes - 1)
@@ -47,7 +47,6 @@ def test_without_noise_it_is_the_estimator(silent, classes, preprocessing, publi
         classes=classes,
         neighboring_relation=relation,
         public_features=public,
-        whiten=preprocessing != "center",
     )
     model = PrivateClassifier(
         3.0,
@@ -100,6 +99,18 @@ def test_features_are_centred_where_noise_would_hide_their_covariance():
     assert "was released once" not in fitted(epsilon=0.02, calibrate=False)[1].explain()
 
 
+def test_whether_to_whiten_is_read_off_the_released_moment_alone(silent, monkeypatch):
+    module, columns = sys.modules[fit_head.__module__], 40
+    long = torch.nn.functional.normalize(torch.tensor(rng.normal(size=(N, columns))))
+    few = torch.nn.functional.normalize(long * torch.tensor([10.0] * 4 + [1.0] * 36))
+    rows = [module._Rows.of(x, 1.0, 0.3) for x in (long, few)]
+    found = [r.whitened(1e-3, OwnGenerator()).whitening is not None for r in rows]
+    assert found == [False, True]
+    flat = N * np.eye(columns) / columns
+    monkeypatch.setattr(module.whitening, "noisy_moment", lambda *_: flat)
+    assert rows[1].whitened(1e-3, OwnGenerator()).whitening is None
+
+
 def test_all_that_is_drawn_has_the_std_of_the_accounted_event(monkeypatch):
     drawn, normal = [], OwnGenerator.normal
 
@@ -128,7 +139,7 @@ def test_no_record_moves_the_moments_by_more_than_one(silent, monkeypatch):
         return total
 
     module = sys.modules[fit_head.__module__]
-    monkeypatch.setattr(module, "noisy_moment", recorded)
+    monkeypatch.setattr(module.whitening, "noisy_moment", recorded)
     means = torch.linspace(-0.9, 0.3, D, dtype=torch.float64)
     lone = torch.nn.functional.normalize(torch.eye(D, dtype=torch.float64) - 0.2)
     for x in lone:

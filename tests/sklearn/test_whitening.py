@@ -15,7 +15,12 @@ from hidden_state_accountants import LastIterateDpEvent
 from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
 from hidden_state_adapters.sklearn.preprocessing import Statistics, moment_sum
-from hidden_state_adapters.whitening import moment_bound, noisy_moment, whitening
+from hidden_state_adapters.whitening import (
+    directions_are_few,
+    moment_bound,
+    noisy_moment,
+    whitening,
+)
 
 pytestmark = pytest.mark.filterwarnings(  # the same records in every test
     "ignore::hidden_state_adapters.sklearn.PrivacyBudgetWarning"
@@ -124,6 +129,14 @@ def test_rows_are_more_even_without_noise_and_of_norm_one_with_it():
         assert 0.6 < (found**2).sum(axis=1).mean() < 1.7
     flat = whitening(np.zeros((2, 2)))
     assert np.isfinite(flat).all()
+
+
+def test_noise_in_a_moment_does_not_make_its_directions_more_or_fewer():
+    random = np.random.default_rng(4)
+    few, many = (np.diag(np.r_[np.full(k, 1 / k), np.zeros(64 - k)]) for k in (6, 20))
+    for std in (1e-6, 0.005, 0.015):
+        noisy = [noisy_moment(m, std, lambda s, n: random.normal(0, s, n)) for m in (few, many)]
+        assert [directions_are_few(m, std) for m in noisy] == [True, False]
 
 
 def test_labels_in_a_direction_of_little_variance_are_found():

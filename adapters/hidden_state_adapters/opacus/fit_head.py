@@ -16,6 +16,7 @@ from torch.nn import functional
 from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.losses.linear import BY_NAME
+from hidden_state_adapters import whitening
 from hidden_state_adapters.opacus.losses import TORCH
 from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.recipe import (
@@ -27,7 +28,6 @@ from hidden_state_adapters.recipe import (
     silent,
 )
 from hidden_state_adapters.temperature import clipped_losses
-from hidden_state_adapters.whitening import noise_length, noisy_moment, whitening
 
 _ROUNDING = 0.01  # of feature_norm: half precision rounds a norm by less
 _LEAST_SPREAD = 0.1  # of feature_norm, that centred records may be divided by
@@ -45,7 +45,6 @@ def fit_head(
     target_bounds: tuple[float, float] | None = None,
     feature_norm: float = 1.0,
     public_features: Tensor | None = None,
-    whiten: bool = True,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     calibrate: bool = True,
     verbose: bool = False,
@@ -60,13 +59,13 @@ def fit_head(
     Nothing has to be tuned: the run is that of `hidden_state_adapters.sklearn.PrivateClassifier`,
     64 steps on all records with momentum along the noisy gradients. The features are whitened
     first: by those of `public_features`, at no cost, or, of classes, by a mean and a covariance
-    that are released with noise; where that noise leaves nothing of a covariance, they are centred.
+    that are released with noise; where noise leaves nothing of a covariance, or it looks like one
+    of raw pixels, they are centred.
 
     Formal guarantees: the head is (epsilon, delta)-differentially private under
     `neighboring_relation` if the assumptions of the guarantee hold. The number of records, the
     number of classes and the other arguments are public. Every call spends epsilon anew:
-    `hidden_state_accountants.budget` adds up. The noise
-    cannot be seeded.
+    `hidden_state_accountants.budget` adds up. The noise cannot be seeded.
 
     Args:
         features: Shape (records, columns), floating point, on any device that has float64: of
@@ -79,8 +78,6 @@ def fit_head(
         feature_norm: The norm of every record.
         public_features: Features of public data that look like the records, by the same network,
             of norm `feature_norm`; about as many as columns, or more. Nothing of them is protected.
-        whiten: Whether a covariance is released. Without it, as is better for raw pixels, the
-            features are centred.
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one without gradient) or
             REPLACE_ONE.
         calibrate: Whether one temperature is released, with noise and accounted, so that the
@@ -122,7 +119,7 @@ def fit_head(
         constant,
         releases and target.centring_pays(*shape),
         classes is not None and calibrate,
-        releases and whiten and target.whitening_pays(*shape),
+        releases and target.whitening_pays(*shape),
         **options,
     )
     recipe.spend()
@@ -251,7 +248,7 @@ class _Rows:
         return attrs.evolve(self, means=means)._rescaled()
 
     def whitened(self, std: float, generator: OwnGenerator) -> _Rows:
-        """Centred rows, whitened by a noisy sum of their moments, again of the norm.
+        """Centred rows, whitened by a noisy sum of their moments where that pays, of the norm.
 
         Formal guarantees: those of `noisy_moment`; rows have norm 1 in the sum.
 
@@ -265,9 +262,11 @@ class _Rows:
             unit = (block - self.means) * (self.scales[index][:, None] / self.norm)
             total += unit.T @ unit
         n = len(self.features)
-        moment = noisy_moment(total.cpu().numpy(), std, generator.normal) / n
-        found = torch.from_numpy(whitening(moment, noise_length(std, columns) / n))
-        return attrs.evolve(self, whitening=found.to(total.device))._rescaled()
+        moment = whitening.noisy_moment(total.cpu().numpy(), std, generator.normal) / n
+        if std and not whitening.directions_are_few(moment, std / n):
+            return self
+        found = whitening.whitening(moment, whitening.noise_length(std, columns) / n)
+        return attrs.evolve(self, whitening=torch.from_numpy(found).to(total.device))._rescaled()
 
     def moved_like(self, others: _Rows) -> _Rows:
         """Rows centred and whitened as others are."""

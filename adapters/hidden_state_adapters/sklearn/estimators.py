@@ -455,7 +455,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             ones only.
         preprocessing: "center", "scale" or "standardize" centres and scales the columns by
             statistics of the records that are released with noise and accounted: a tenth of the
-            squared mu of the target. "whiten" centres and releases the covariance, another fifth:
+            squared mu of the target. "whiten" centres and releases the covariance, another tenth:
             for features of a network and correlated columns. None for no such step. "auto"
             centres dense records, unless they are so few that the noise in the means would be
             longer than a record, and whitens by public features. The records are normalised
@@ -557,11 +557,11 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         if weights is not None:
             warn_of_balanced(codes, weights, stacklevel=2)
         outputs = 1 if len(classes) == 2 else len(classes)
-        one_hot = np.eye(len(classes)) if outputs > 1 else np.array([[0.0], [1.0]])
+        one_hot, numbers = np.eye(len(classes)), codes[:, None].astype(np.float64)
         records, generator = self._train(
             X,
             y,
-            lambda index: one_hot[codes[index]],
+            lambda index: one_hot[codes[index]] if outputs > 1 else numbers[index],
             outputs,
             weights,
             self.calibrate,

@@ -56,7 +56,8 @@ class Statistics:
             return (rows @ sparse.diags(self.factors)).astype(matrix.dtype).tocsr()
         result = np.empty_like(matrix)
         for part in blocks_of(matrix):
-            rows = normalised(matrix[part].astype(np.float64), feature_norm, normalization)
+            rows = matrix[part].astype(np.float64, copy=False)
+            rows = normalised(rows, feature_norm, normalization)
             rows -= 0.0 if self.means is None else self.means
             if self.whitening is not None:
                 rows = normalised(rows, feature_norm, normalization) @ self.whitening
@@ -146,8 +147,8 @@ def column_sums(matrix: Any, step: str, feature_norm: float, normalization: str)
     centers, scales = STEPS[step]
     sums = np.zeros((2, matrix.shape[1]))
     for part in blocks_of(matrix):
-        rows = normalised(matrix[part].astype(np.float64), feature_norm, normalization)
-        rows = rows / feature_norm
+        rows = matrix[part].astype(np.float64, copy=False)
+        rows = normalised(rows, feature_norm, normalization) / feature_norm
         if centers:
             sums[0] += rows.sum(axis=0)
         if scales:
