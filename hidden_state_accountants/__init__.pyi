@@ -19,7 +19,6 @@ from hidden_state_accountants.bounds import (
 from hidden_state_accountants.calibration import (
     calibrate_epochs as calibrate_epochs,
     calibrate_noise as calibrate_noise,
-    calibrate_weight_decay as calibrate_weight_decay,
 )
 from hidden_state_accountants.comparing import (
     Comparison as Comparison,

@@ -38,29 +38,18 @@ from hidden_state_accountants.bounds import (
 )
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.standard import nested_events, standard_curve
-from hidden_state_accountants.curves.transformed import of_cohort, of_groups
+from hidden_state_accountants.curves.standard import standard_curve
+from hidden_state_accountants.curves.transformed import of_groups
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.guarantee import (
-    Assumption,
     Guarantee,
-    Topic,
     group_guarantee,
     merge_assumptions,
 )
-from hidden_state_accountants.process.groups import run_of_cohorts, run_of_groups
+from hidden_state_accountants.process.groups import run_of_groups
 
 _Details = dp_accounting.PrivacyAccountant.CompositionErrorDetails
-
-
-_COHORT = Assumption.declared(
-    "the cohort is drawn once, independently of the data, and never published; dataset_size is the "
-    "number of records of which it is drawn, and batch size, sampling rate, divisor and number of "
-    "steps do not depend on who is in it: in batches of a fixed size the others keep their places "
-    "and have no gradient",
-    Topic.COHORT,
-)
 
 
 @attrs.frozen(slots=False)
@@ -90,10 +79,7 @@ class _Composed:
             is_private = self.rest.mu != math.inf
             theorems.append("dp-accounting events" if is_private else "a non-private event")
 
-        def joined(name: str) -> str:
-            return "; ".join(dict.fromkeys(filter(None, (getattr(g, name) for g in guarantees))))
-
-        only_for = joined("only_for")
+        caveats = dict.fromkeys(g.caveat for g in guarantees if g.caveat)
         return Guarantee(
             curve=self.curve,
             neighboring_relation=self.relation,
@@ -101,18 +87,9 @@ class _Composed:
             theorem="composition of: " + "; ".join(theorems) if theorems else "nothing composed",
             assumptions=merge_assumptions([guarantee.assumptions for guarantee in guarantees]),
             alternatives=guarantees[0].alternatives if len(guarantees) == 1 else (),
-            caveat=joined("caveat"),
+            caveat="; ".join(caveats),
             citations=tuple(dict.fromkeys(c for g in guarantees for c in g.citations)),
-            only_for=only_for,
-            of_all_records=self._of_all_records if only_for else None,
         )
-
-    def _of_all_records(self) -> Guarantee:
-        everyone = tuple(
-            (guarantee.of_all_records() if guarantee.of_all_records else guarantee, count)
-            for guarantee, count in self.guarantees
-        )
-        return attrs.evolve(self, guarantees=everyone).guarantee()
 
 
 def compose_guarantees(
@@ -191,10 +168,9 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         return None
 
     def _with(self, composed: _Composed, leaf: dp_accounting.DpEvent, count: int) -> _Composed:
-        is_run = isinstance(leaf, RUN_EVENTS)
-        if is_run or (isinstance(leaf, dp_accounting.PoissonSampledDpEvent) and _has_run(leaf)):
-            guarantee = self._of_run(leaf) if is_run else self._on_cohort(leaf)
-            return attrs.evolve(composed, guarantees=(*composed.guarantees, (guarantee, count)))
+        if isinstance(leaf, RUN_EVENTS):
+            guarantees = (*composed.guarantees, (self._of_run(leaf), count))
+            return attrs.evolve(composed, guarantees=guarantees)
         try:
             curve = standard_curve(leaf, count, self.neighboring_relation)
         except (TypeError, ValueError) as error:
@@ -211,33 +187,6 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         if self.group_size > 1:
             event = run_of_groups(event, relation, self.group_size)
         return with_changes(self._run_guarantee(event), event, relation)
-
-    def _on_cohort(self, leaf: dp_accounting.PoissonSampledDpEvent) -> Guarantee:
-        """Of everything inside, on one cohort (docs/theory/cohorts.md)."""
-        relation = self.neighboring_relation
-        if relation is NeighboringRelation.REPLACE_ONE:
-            raise UnsupportedRunError(
-                "A run on a sampled cohort under REPLACE_ONE: the bounds are about a record that "
-                "is in the cohort or not. Use REPLACE_SPECIAL or ADD_OR_REMOVE_ONE."
-            )
-        rate = leaf.sampling_probability
-        try:
-            rate = validate.real("sampling_probability", rate, minimum=0, maximum=1)
-        except (TypeError, ValueError) as error:
-            raise UnsupportedRunError(str(error)) from None
-        on_cohort = _Composed(relation)
-        for part, count in _leaves(leaf.event, 1):
-            on_cohort = self._with(on_cohort, run_of_cohorts(part, relation), count)
-        inside = on_cohort.guarantee()
-        return attrs.evolve(
-            inside,
-            curve=of_cohort(inside.curve, rate),
-            theorem=f"{inside.theorem}; on a cohort that a record joins with probability {rate:g}",
-            assumptions=(*inside.assumptions, _COHORT),
-            alternatives=(),
-            changes=None,
-            of_all_records=None,
-        )
 
     def get_epsilon(self, target_delta: float) -> float:
         """The smallest proved epsilon of everything composed.
@@ -277,10 +226,6 @@ def _leaves(
         yield event, count
 
 
-def _has_run(event: dp_accounting.DpEvent) -> bool:
-    return isinstance(event, RUN_EVENTS) or any(map(_has_run, nested_events(event)))
-
-
 def with_changes(
     guarantee: Guarantee, event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> Guarantee:
@@ -299,9 +244,6 @@ class LastIterateAccountant(_LastIterateBase):
       - Runs compose with each other and with standard events: exactly (mu-GDP) while all are
         Gaussian, otherwise by privacy losses or RDP, whichever is tighter; the error of the
         arithmetic is added (docs/theory/numerical_error.md).
-
-    A `PoissonSampledDpEvent` of runs is a cohort, drawn once, on which they run; the records of the
-    run are all those of which it is drawn (docs/theory/cohorts.md).
 
     Standard events are read under `neighboring_relation`; a Gaussian event under REPLACE_ONE has
     sensitivity 2.

@@ -102,10 +102,10 @@ def _changes(event: LastIterateDpEvent) -> Iterator[tuple[str, LastIterateDpEven
         alone = change(release_steps=())
         yield f"release the last iterate only, not {count} more", alone, False
     if event.batch_order is BatchOrder.CYCLIC:
-        secret = change(batch_order=BatchOrder.SHUFFLED_ONCE, record_position=None)
+        secret = change(batch_order=BatchOrder.SHUFFLED_ONCE)
         yield "keep the order of the batches secret (shuffled once, uniformly)", secret, False
     if event.batch_order not in (BatchOrder.POISSON, BatchOrder.FULL):
-        poisson = change(batch_order=BatchOrder.POISSON, record_position=None)
+        poisson = change(batch_order=BatchOrder.POISSON)
         yield "Poisson batches", poisson, False
     if isinstance(event.learning_rate, Schedule):
         rate = float(f"{np.mean(event.per_step('learning_rate')):.4g}")
@@ -236,7 +236,7 @@ def other_batches(
     """
     found: dict[BatchOrder, float] = {}
     has_poisson_only = relation is NeighboringRelation.ADD_OR_REMOVE_ONE
-    if has_poisson_only or event.has_schedules or event.record_position is not None:
+    if has_poisson_only or event.has_schedules:
         return found
     now = event.batch_order
     for order in () if now is BatchOrder.FULL else _NAMES:

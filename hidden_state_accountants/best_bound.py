@@ -57,12 +57,7 @@ def best_guarantee(event: dp_accounting.DpEvent, relation: NeighboringRelation) 
     reasons += [(other, "not smaller for this run") for other in found if other != name]
     known = list(found.values())
     curves = [g.curve for g in known if g is best or _may_be_joined(g, best)]
-    best = attrs.evolve(best, curve=best_curve(curves), alternatives=tuple(reasons))
-    if best.only_for:
-        everywhere = attrs.evolve(event, record_position=None)
-        of_all_records = functools.partial(best_guarantee, everywhere, relation)
-        best = attrs.evolve(best, of_all_records=of_all_records)
-    return best
+    return attrs.evolve(best, curve=best_curve(curves), alternatives=tuple(reasons))
 
 
 def _about(event: dp_accounting.DpEvent) -> list[Bound]:

@@ -19,7 +19,6 @@ from typing import Any
 
 import attrs
 import dp_accounting
-import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import optimize
 
@@ -27,9 +26,7 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.process.noisy_process import update_lipschitz
 
 MakeEvent = Callable[[Any], dp_accounting.DpEvent]
 MakeAccountant = Callable[[], dp_accounting.PrivacyAccountant]
@@ -41,7 +38,6 @@ _SO_LITTLE_NOISE = 1e-30  # variances are in squares of small units
 _STEP = 8.0  # at most by so much a search goes down: a little noise can cost gigabytes
 _FAR = 50.0  # log of mu over that of the target, where epsilon is infinite
 _ROUNDING = 1e-4  # an increase of epsilon that may be discretisation, not a trend
-_GRID = 1000  # weight decays
 
 
 def calibrate_noise(
@@ -51,7 +47,6 @@ def calibrate_noise(
     *,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     make_accountant: MakeAccountant | None = None,
-    for_one_position: bool = False,
     tolerance: float = 1e-6,
 ) -> float:
     """The smallest noise multiplier that meets (target_epsilon, delta).
@@ -71,8 +66,6 @@ def calibrate_noise(
         neighboring_relation: Of the default accountant.
         make_accountant: Makes a fresh accountant, for groups of records for example;
             `LastIterateAccountant` by default.
-        for_one_position: Whether runs with a `record_position` are meant: the target is then met
-            for the records of one batch only.
         tolerance: Relative, in [1e-12, 0.5].
 
     Returns:
@@ -90,7 +83,6 @@ def calibrate_noise(
         _event_maker(make_event, field),
         neighboring_relation=neighboring_relation,
         make_accountant=make_accountant,
-        for_one_position=for_one_position,
     )
     validate.real("tolerance", tolerance, minimum=1e-12, maximum=0.5)
     if target.epsilon == math.inf and target.meets(0.0):
@@ -132,8 +124,7 @@ def calibrate_epochs(
         delta: In (0, 1).
         make_event: Maps a number of epochs to a run; or a run without schedules and releases.
         max_epochs: >= 1.
-        **accounting: `neighboring_relation`, `make_accountant` and `for_one_position`, as for
-            `calibrate_noise`.
+        **accounting: `neighboring_relation` and `make_accountant`, as for `calibrate_noise`.
 
     Raises:
         UnsupportedRunError: The accountant does not cover the run.
@@ -156,58 +147,6 @@ def calibrate_epochs(
     return int(target.close_in(meets, misses, 0.5 / misses))
 
 
-def calibrate_weight_decay(
-    target_epsilon: float,
-    delta: float,
-    event: LastIterateDpEvent,
-    *,
-    tolerance: float = 1e-6,
-    **accounting: Any,
-) -> float:
-    r"""The smallest constant weight decay that meets (target_epsilon, delta).
-
-    More decay contracts more, and so lowers epsilon, only up to a point: beyond it the update
-    overshoots. The search stays where the modulus :math:`c(\eta, w)` falls with w at every
-    learning rate :math:`\eta` of the run. For losses of smoothness M that is (theory, moduli)
-
-    .. math:: \eta w \le 1 - \tfrac{\eta M}{2}\ \text{(convex, not clipped)}, \qquad
-              \eta w \le 1 - \tfrac{3 \eta M}{8}\ \text{(convex, clipped)}.
-
-    Sensitivity and noise do not depend on w, so that there epsilon falls with w.
-
-    Formal guarantees: those of `calibrate_noise`.
-
-    Args:
-        target_epsilon: >= 0, finite.
-        delta: In (0, 1).
-        event: The run; its own weight decay is replaced.
-        tolerance: Relative, in [1e-12, 0.5].
-        **accounting: `neighboring_relation`, `make_accountant` and `for_one_position`, as for
-            `calibrate_noise`.
-
-    Returns:
-        0 if the run needs no decay.
-
-    Raises:
-        UnsupportedRunError: The accountant does not cover the run.
-        ValueError: No decay in that range meets the target; the text says why.
-    """
-    if not isinstance(event, LastIterateDpEvent):
-        raise TypeError(f"Expected event to be a LastIterateDpEvent, got {event!r}.")
-    make_event = _event_maker(attrs.evolve(event, weight_decay=0.0), "weight_decay")
-    target = _Target("weight_decay", target_epsilon, delta, make_event, **accounting)
-    validate.real("tolerance", tolerance, minimum=1e-12, maximum=0.5)
-    if target.meets(0.0):
-        return 0.0
-    most = largest_useful_decay(event)
-    if not target.meets(most):
-        raise ValueError(_unreachable(target, most))
-    meets = most
-    while target.meets(misses := meets / 16):  # ends that can be compared on a logarithmic scale
-        meets = misses
-    return target.close_in(meets, misses, tolerance)
-
-
 class _Target:
     """Evaluates runs against (epsilon, delta) and remembers what it saw."""
 
@@ -220,11 +159,10 @@ class _Target:
         *,
         neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
         make_accountant: MakeAccountant | None = None,
-        for_one_position: bool = False,
     ):
         relation = validate.neighboring_relation(neighboring_relation)
         validate.target_pair(epsilon, delta, ("target_epsilon", "delta"))
-        self.name, self.make_event, self.for_one_position = name, make_event, for_one_position
+        self.name, self.make_event = name, make_event
         is_noise = name in _NOISE_FIELDS
         self.epsilon = validate.real("target_epsilon", epsilon, minimum=0, allow_inf=is_noise)
         remedy = "Gaussian noise never reaches delta = 0."
@@ -238,9 +176,6 @@ class _Target:
     def epsilon_of(self, value: float) -> float:
         if value not in self.seen:
             accountant = self.make_accountant().compose(self.make_event(value))
-            records = getattr(getattr(accountant, "guarantee", None), "only_for", "")
-            if records:
-                validate.one_position(records, self.for_one_position)
             self.seen[value] = float(accountant.get_epsilon(self.delta))
         return self.seen[value]
 
@@ -356,28 +291,4 @@ def _unreachable(target: _Target, value: float) -> str:
             )
     if epsilon == math.inf:
         return text + "Something is released without noise, or no finite guarantee is known."
-    guarantee = getattr(accountant, "guarantee", None)
-    if target.name == "weight_decay" and guarantee is not None:
-        why = dict(guarantee.alternatives).get("shifted_interpolation", "")
-        text += f"The best bound is {guarantee.theorem}; more decay would not contract more. "
-        text += f"Theorem A does not apply: {why}. " if "needs" in why else ""
-        return text + "Add noise, or lower the learning rate."
     return text + "Epsilon levels off there: a part of the run does not depend on it."
-
-
-def largest_useful_decay(event: LastIterateDpEvent) -> float:
-    """The decay up to which every step's modulus falls with it, from a grid."""
-    loss, rates = event.loss, event.per_step("learning_rate")
-    if not rates.any() or loss is None or (loss.kind is LossKind.HOELDER and loss.exponent != 1):
-        return 0.0
-    clipped = np.zeros(event.num_steps, dtype=bool)
-    if event.clip_norm is not None:
-        limit = math.inf if loss.lipschitz is None else loss.lipschitz
-        clipped = event.per_step("clip_norm") < limit
-    decays = np.linspace(0.0, (1 - 1e-9) / float(rates.max()), _GRID + 1)
-    falls = np.ones(_GRID, dtype=bool)
-    kinds = np.unique(np.stack([rates, clipped]), axis=1).T
-    for rate, flag in kinds[np.linspace(0, len(kinds) - 1, min(len(kinds), 50)).astype(int)]:
-        flags = np.full(decays.shape, bool(flag))
-        falls &= np.diff(update_lipschitz(loss, np.full(decays.shape, rate), decays, flags)) <= 0
-    return float(decays[_GRID if falls.all() else np.argmin(falls)])

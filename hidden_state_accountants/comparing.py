@@ -27,17 +27,17 @@ from dp_accounting import NeighboringRelation, pld, rdp
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
-from hidden_state_accountants.best_bound import RUN_EVENTS, best_guarantee
+from hidden_state_accountants.best_bound import RUN_EVENTS, best_guarantee, bound_guarantee
 from hidden_state_accountants.bounds import BOUNDS, Bound
+from hidden_state_accountants.bounds.shifted_interpolation import position_mus
+from hidden_state_accountants.curves.gaussian import epsilon_from_mu
 from hidden_state_accountants.curves.standard import stock_pld_error
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.guarantee import group_guarantee, relation_in_words
 from hidden_state_accountants.plotting import check_path, draw_epsilons
-from hidden_state_accountants.process.groups import run_of_groups
 
 Progress = Callable[[str], None]
 """Receives one line of text at each stage of long work."""
@@ -65,7 +65,6 @@ class Row:
         status: "proven", "published, NOT proven", "ANOTHER ALGORITHM" or "does not apply".
         seconds: Wall time of the accounting; what one row computes is reused for further deltas.
         note: Which condition fails and by how much, or what to know about the row.
-        scope: Which records the epsilon is about, and what the others have; empty if about all.
     """
 
     run: str
@@ -76,12 +75,6 @@ class Row:
     status: str
     seconds: float
     note: str
-    scope: str = ""
-
-    @property
-    def remark(self) -> str:
-        """Scope and note."""
-        return "; ".join(filter(None, (self.scope and f"ONLY FOR {self.scope}", self.note)))
 
 
 @attrs.frozen(eq=False)
@@ -93,19 +86,12 @@ class Comparison:
         deltas: The deltas, in the order given.
         neighboring_relation: The relation of every row.
         rows: One `Row` for each run, accountant and delta.
-        group_size: In how many records two data sets may differ.
     """
 
     runs: tuple[tuple[str, dp_accounting.DpEvent], ...]
     deltas: tuple[float, ...]
     neighboring_relation: NeighboringRelation
     rows: tuple[Row, ...]
-    group_size: int = 1
-
-    @property
-    def relation(self) -> str:
-        """The relation of every row in words, with the size of groups."""
-        return relation_in_words(self.neighboring_relation, self.group_size)
 
     def rows_of(self, run: str) -> dict[str, list[Row]]:
         """The rows of a run by accountant, one for each delta."""
@@ -150,14 +136,12 @@ class Comparison:
             if row.delta == delta and row.epsilon is not None and 0 < best.epsilon < row.epsilon:
                 times = f"{row.epsilon / best.epsilon:.3g} times less than composition"
                 line += f", {times} ({text_up(row.epsilon)})"
-        scope = f" ONLY FOR {best.scope}." if best.scope else ""
-        return f"{line}.{scope} {best.theorem}."
+        return f"{line}. {best.theorem}."
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types; an epsilon is a float (perhaps inf), or None where a row does not apply."""
         return {
             "neighboring_relation": self.neighboring_relation.name,
-            "group_size": self.group_size,
             "deltas": list(self.deltas),
             "runs": [
                 {
@@ -184,8 +168,8 @@ class Comparison:
                 epsilons = ["-" if r.epsilon is None else text_up(r.epsilon) for r in group]
                 seconds = f"{sum(r.seconds for r in group):.3f}"
                 first = group[0]
-                table.append([name, *epsilons, first.status, first.theorem, seconds, first.remark])
-            parts += [f"**{label}**: `{event!r}`, {self.relation}", ""]
+                table.append([name, *epsilons, first.status, first.theorem, seconds, first.note])
+            parts += [f"**{label}**: `{event!r}`, {self.neighboring_relation.name}", ""]
             parts += ["| " + " | ".join(map(_cell, line)) + " |" for line in table] + [""]
         return "\n".join([*parts, self.summary()])
 
@@ -210,13 +194,13 @@ class Comparison:
         for index, ((label, event), epochs) in enumerate(points, start=1):
             found = lines.setdefault(_title(label, event), {})
             part = first_epochs(event, epochs)
-            for row in _rows(label, part, (delta,), self.neighboring_relation, self.group_size):
+            for row in _rows(label, part, (delta,), self.neighboring_relation):
                 if row.epsilon is not None and row.accountant != _COMBINED:
                     key = row.accountant, _STYLES[row.status]
                     found.setdefault(key, []).append((epochs, row.epsilon))
             if progress is not None:
                 progress(f"plot: point {index} of {len(points)}")
-        draw_epsilons(lines, path, delta, self.relation)
+        draw_epsilons(lines, path, delta, self.neighboring_relation.name)
 
 
 def compare(
@@ -226,7 +210,6 @@ def compare(
     delta: float | Sequence[float] = 1e-5,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
     *,
-    group_size: int = 1,
     progress: Progress | None = None,
 ) -> Comparison:
     """Accounts for runs in every way there is: each bound of this package, and stock accountants.
@@ -242,8 +225,6 @@ def compare(
         event: A run, several, or labels with runs.
         delta: One or several, in [0, 1].
         neighboring_relation: Of every row.
-        group_size: How many records one person has at most (docs/theory/groups.md). Stock
-            accountants are then left out: they are about one record.
         progress: Receives a line of text for every run and every accountant.
 
     Returns:
@@ -259,13 +240,12 @@ def compare(
     if not deltas:
         raise ValueError("Expected at least one delta, got none.")
     relation = validate.neighboring_relation(neighboring_relation)
-    size = validate.integer("group_size", group_size, minimum=1)
     tell = progress or (lambda line: None)
     rows: list[Row] = []
     for index, (label, run) in enumerate(runs, start=1):
-        rows += _rows(label, run, deltas, relation, size, tell)
+        rows += _rows(label, run, deltas, relation, tell)
         tell(f"compare: run {index} of {len(runs)}")
-    return Comparison(runs, deltas, relation, tuple(rows), size)
+    return Comparison(runs, deltas, relation, tuple(rows))
 
 
 def _labelled(event: Any) -> tuple[tuple[str, dp_accounting.DpEvent], ...]:
@@ -289,8 +269,6 @@ def _title(label: str, event: Any) -> str:
     order = getattr(event, "batch_order", None)
     parts = [f"{label}:", f"{order.value.replace('_', ' ')} batches," if order else "blocks,"]
     parts.append(f"{event.batch_size:,} of {event.dataset_size:,} records")
-    if getattr(event, "record_position", None) is not None:
-        parts.append(f"ONLY FOR {event.records}")
     return " ".join(parts)
 
 
@@ -308,7 +286,7 @@ def position_profile(
     others; which batch a record is in must not depend on the data.
 
     Args:
-        event: A run over CYCLIC batches; its own `record_position` is ignored.
+        event: A run over CYCLIC batches.
         delta: In [0, 1].
         neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE.
 
@@ -329,10 +307,9 @@ def position_profile(
         )
     delta = validate.target_delta(delta)
     relation = validate.neighboring_relation(neighboring_relation)
-    positions = [
-        attrs.evolve(event, record_position=position) for position in range(event.batches_per_epoch)
-    ]
-    return np.array([best_guarantee(run, relation).epsilon(delta) for run in positions])
+    whole = best_guarantee(event, relation).epsilon(delta)
+    mus = position_mus(event, relation)
+    return np.array([min(whole, epsilon_from_mu(mu, delta)) for mu in mus.tolist()])
 
 
 def plotted_epochs(event: Any) -> list[int]:
@@ -365,7 +342,6 @@ class _Result:
     theorem: str
     status: str = _PROVEN
     note: str = ""
-    scope: Callable[[float], str] = lambda delta: ""
 
 
 def _rows(
@@ -373,11 +349,10 @@ def _rows(
     event: Any,
     deltas: Sequence[float],
     relation: NeighboringRelation,
-    group_size: int,
     tell: Progress = lambda line: None,
 ) -> Iterator[Row]:
     """A row for each accountant and delta; `tell` hears of each accountant before it is asked."""
-    methods = dict(_methods(event, relation, group_size))
+    methods = dict(_methods(event, relation))
     for index, (name, evaluate) in enumerate(methods.items(), start=1):
         tell(f"compare: {label}, accountant {index} of {len(methods)}: {name}")
         start = time.perf_counter()
@@ -387,23 +362,19 @@ def _rows(
             found = _Result(None, "", _UNMET, str(error))
         for delta in deltas:
             epsilon = None if found.epsilon is None else float(found.epsilon(delta))
-            seconds, scope = time.perf_counter() - start, found.scope(delta)
-            yield Row(
-                label, name, delta, epsilon, found.theorem, found.status, seconds, found.note, scope
-            )
+            seconds = time.perf_counter() - start
+            yield Row(label, name, delta, epsilon, found.theorem, found.status, seconds, found.note)
             start = time.perf_counter()
 
 
 def _methods(
-    event: Any, relation: NeighboringRelation, group_size: int
+    event: Any, relation: NeighboringRelation
 ) -> Iterator[tuple[str, Callable[[], _Result]]]:
     """Every way to account for the run: grows with `BOUNDS`."""
     for bound in BOUNDS:
         if isinstance(event, bound.event_type):
-            yield bound.name, functools.partial(_bound, bound, event, relation, group_size)
-    yield _COMBINED, functools.partial(_combined, event, relation, group_size)
-    if group_size > 1:  # stock accountants are about one record
-        return
+            yield bound.name, functools.partial(_bound, bound, event, relation)
+    yield _COMBINED, functools.partial(_combined, event, relation)
     for kind in (rdp.RdpAccountant, pld.PLDAccountant):
         yield kind.__name__, functools.partial(_stock, kind, event, relation)
     if isinstance(event, LastIterateDpEvent):
@@ -411,19 +382,18 @@ def _methods(
             yield "Poisson batches, PLDAccountant", functools.partial(_poisson, event, relation)
 
 
-def _bound(bound: Bound, event: Any, relation: NeighboringRelation, group_size: int) -> _Result:
-    event = run_of_groups(event, relation, group_size)
+def _bound(bound: Bound, event: Any, relation: NeighboringRelation) -> _Result:
     unmet = bound.check(event, relation)
     if unmet:
         raise UnsupportedRunError("; ".join(map(str, unmet)))
-    found = group_guarantee(bound.guarantee(event, relation), group_size)
+    found = bound_guarantee(bound, event, relation)
     status = _PROVEN if bound.sound and not found.caveat else _PUBLISHED
-    return _Result(found.epsilon, found.theorem, status, found.caveat, found.scope)
+    return _Result(found.epsilon, found.theorem, status, found.caveat)
 
 
-def _combined(event: Any, relation: NeighboringRelation, group_size: int) -> _Result:
-    found = LastIterateAccountant(relation, group_size=group_size).compose(event).guarantee
-    return _Result(found.epsilon, found.theorem, note="the smallest proven", scope=found.scope)
+def _combined(event: Any, relation: NeighboringRelation) -> _Result:
+    found = LastIterateAccountant(relation).compose(event).guarantee
+    return _Result(found.epsilon, found.theorem, note="the smallest proven")
 
 
 def _stock(kind: Any, event: Any, relation: NeighboringRelation) -> _Result:
@@ -431,7 +401,7 @@ def _stock(kind: Any, event: Any, relation: NeighboringRelation) -> _Result:
     if not isinstance(event, LastIterateDpEvent):
         raise UnsupportedRunError(f"no standard event expresses a {type(event).__name__}")
     extra = event.cap_delta(relation)
-    every = attrs.evolve(event, max_batch_size=None, record_position=None)
+    every = attrs.evolve(event, max_batch_size=None)
     composed = every.as_composition(relation)
     parts = getattr(composed, "events", [composed])
     if len(parts) > _MOST_NOISE_LEVELS:
@@ -464,7 +434,7 @@ def _stock(kind: Any, event: Any, relation: NeighboringRelation) -> _Result:
 
 
 def _poisson(event: LastIterateDpEvent, relation: NeighboringRelation) -> _Result:
-    sampled = attrs.evolve(event, batch_order=BatchOrder.POISSON, record_position=None)
+    sampled = attrs.evolve(event, batch_order=BatchOrder.POISSON)
     return attrs.evolve(
         _stock(pld.PLDAccountant, sampled, relation),
         status=_OTHER_ALGORITHM,

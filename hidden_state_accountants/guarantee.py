@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -14,13 +13,12 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.citation import Citation, bibtex
+from hidden_state_accountants.citation import Citation
 from hidden_state_accountants.curves import transformed
 from hidden_state_accountants.curves.base import Curve, known_of
 from hidden_state_accountants.figures import text_up
 
 _DELTA = 1e-5  # where epsilon is read in one line
-_SELECTION = Citation("Papernot, Steinke 2022", "Theorems 2 and 6", "2110.03620")
 _NEIGHBOURS = {
     "ADD_OR_REMOVE_ONE": "one of which lacks a person",
     "REPLACE_ONE": "that differ in the records of one person",
@@ -58,8 +56,6 @@ class Topic(enum.Enum):
     START = "start"
     HIDDEN_STATE = "hidden state"  # private state besides the iterates
     REGULARISER = "regulariser"
-    COHORT = "cohort"  # who takes part in a run at all
-    RECORDS = "records"  # which records the figures are about
     OTHER = "other"  # of no topic: never replaced
 
 
@@ -117,8 +113,6 @@ class Guarantee:
         citations: The papers behind the theorem.
         changes: Maps a delta to (description, epsilon) of the run with one thing changed, the
             most helpful first; None if the guarantee is not that of a single run.
-        only_for: The records that the numbers are about; empty if they are about all.
-        of_all_records: Makes the guarantee of all records where `only_for` names some.
         group_size: In how many records two data sets may differ.
     """
 
@@ -130,8 +124,6 @@ class Guarantee:
     caveat: str = ""
     citations: tuple[Citation, ...] = ()
     changes: Changes | None = attrs.field(default=None, eq=False, repr=False)
-    only_for: str = ""
-    of_all_records: Callable[[], Guarantee] | None = attrs.field(default=None, eq=False, repr=False)
     group_size: int = 1
 
     @property
@@ -168,25 +160,7 @@ class Guarantee:
             raise ValueError(f"Expected orders > 1, got {orders!r}.")
         return self.curve.rdp(array.astype(np.float64))
 
-    def tradeoff(self, alpha: npt.ArrayLike) -> np.ndarray:
-        """Lower bounds on the type II errors of every test that has type I errors `alpha`.
-
-        The test has to tell a data set from its neighbour by all that was released.
-
-        Args:
-            alpha: In [0, 1], any shape.
-
-        Returns:
-            Shape as `alpha`; convex and falling, 1 - alpha if nothing is revealed.
-        """
-        array = np.asarray(alpha, dtype=np.float64)
-        if not ((array >= 0) & (array <= 1)).all():
-            raise ValueError(f"Expected alpha in [0, 1], got {alpha!r}.")
-        return transformed.trade_off(self.curve, array)
-
-    def privacy_loss(
-        self, *, for_one_position: bool = False
-    ) -> privacy_loss_distribution.PrivacyLossDistribution:
+    def privacy_loss(self) -> privacy_loss_distribution.PrivacyLossDistribution:
         """dp-accounting's privacy loss distribution, for composition with anything else.
 
         Formal guarantees: a pessimistic pair that dominates the released mechanism under
@@ -194,120 +168,22 @@ class Guarantee:
         rounded up. What is composed with it has to be meant for the same relation, and the errors
         of dp-accounting's own arithmetic (about 1e-16 per composition) are not in it.
 
-        Args:
-            for_one_position: As for `to_dpevent`.
-
         Raises:
-            ValueError: No epsilon is finite, or it is about some records only.
+            ValueError: No epsilon is finite.
         """
-        self._check_is_about_all(for_one_position)
         return transformed.loss_distribution(self.curve)
 
-    def for_groups_of(self, size: int) -> Guarantee:
-        """The guarantee for data sets that differ in up to `size` records (those of one person).
-
-        mu-GDP becomes (size * mu)-GDP, any other trade-off that of a chain of `size` tests (Dong,
-        Roth, Su 2022, arXiv 1905.02383, Theorem 2.14); Renyi divergences are then not known.
-
-        Args:
-            size: >= 1.
-
-        Raises:
-            ValueError: The guarantee is about the records of one batch only, not for REPLACE_ONE,
-                or what was declared need not hold for the data sets that lie between the two.
-        """
-        size = validate.integer("size", size, minimum=1)
-        self._check_is_about_all(False)
-        if size == 1:
-            return self
-        reason = ""
-        if self.neighboring_relation is not NeighboringRelation.REPLACE_ONE:
-            reason = (
-                f"it is for {self.neighboring_relation.name}, and what is declared about the loss "
-                "need not hold for data sets with several records added, removed or without "
-                "gradient"
-            )
-        if reason:
-            raise ValueError(
-                "Expected a guarantee for REPLACE_ONE that holds for all data sets between two, "
-                f"got one that does not: {reason}. Ask LastIterateAccountant(relation, "
-                f"group_size={size})."
-            )
-        return group_guarantee(self, size)
-
-    def after_selection(self, mean_repetitions: float, shape: float) -> Guarantee:
-        """The guarantee of the best of a random number of runs, each as this one or better.
-
-        Papernot & Steinke 2022 (arXiv 2110.03620): Theorem 6 for a Poisson number of runs, Theorem
-        2 for a truncated negative binomial one.
-
-        Args:
-            mean_repetitions: The mean of the number of runs, > 1.
-            shape: inf for a Poisson number, 1 for a geometric one, 0 for a logarithmic one, any
-                other number > 0 for the truncated negative binomial distribution of that shape.
-
-        Raises:
-            ValueError: An argument is out of range, the guarantee has no finite Renyi divergence,
-                or it is about the records of one batch only.
-        """
-        mean = validate.real("mean_repetitions", mean_repetitions, above=1)
-        shape = validate.real("shape", shape, minimum=0, allow_inf=True)
-        self._check_is_about_all(False)
-        if not np.isfinite(self.rdp([2.0])).all():
-            raise ValueError(
-                "Expected a guarantee with finite Renyi divergences, got one without: the theorems "
-                "on hyper-parameter selection need them. Use a guarantee that is Gaussian."
-            )
-        name = "Poisson" if shape == math.inf else f"truncated negative binomial (shape {shape:g})"
-        theorem = cited("Theorem 6" if shape == math.inf else "Theorem 2", _SELECTION)
-        choice = Assumption.declared(
-            f"the number of runs is drawn from the {name} distribution with mean {mean:g}, fixed "
-            "in advance, and is never published; every run draws its hyper-parameters at random "
-            "from a fixed list, independently of the others; this guarantee holds for each entry; "
-            "the score that selects a run depends on nothing private but its model; nothing of "
-            "the runs that are not selected is released, and without any run something fixed is",
-            Topic.HYPER_PARAMETERS,
-        )
-        return attrs.evolve(
-            self,
-            curve=transformed.after_selection(self.curve, mean, shape),
-            theorem=f"{self.theorem}; selection: {theorem}",
-            assumptions=replace_assumptions(self.assumptions, choice),
-            alternatives=(),
-            citations=tuple(dict.fromkeys((*self.citations, _SELECTION))),
-            changes=None,
-        )
-
-    def _check_is_about_all(self, for_one_position: bool) -> None:
-        if self.only_for:
-            validate.one_position(self.only_for, for_one_position)
-
-    def scope(self, delta: float) -> str:
-        """Which records the epsilon at `delta` is about, if not all, and what the others have."""
-        if not self.only_for:
-            return ""
-        if self.of_all_records is None:
-            return f"{self.only_for}; other records may have a larger epsilon"
-        largest = text_up(self.of_all_records().epsilon(delta))
-        return f"{self.only_for}; other records have epsilon up to {largest} at delta {delta:g}"
-
-    def to_dpevent(self, *, for_one_position: bool = False) -> dp_accounting.DpEvent:
+    def to_dpevent(self) -> dp_accounting.DpEvent:
         """A standard event for accountants under ADD_OR_REMOVE_ONE, whatever the relation is.
 
         Its curve is that of the guarantee where it is Gaussian, or composed of standard events and
         Gaussians. Otherwise it lies above: the event is that of the worst place of a record in a
         secret order, or of all iterates released. `privacy_loss` is as small as the guarantee.
 
-        Args:
-            for_one_position: Whether a guarantee for the records of one batch (`record_position`)
-                is meant. Nothing in the event says so.
-
         Raises:
             ValueError: No standard event is known to dominate it (batches without replacement,
-                POISSON batches under REPLACE_ONE or with a cap, bounds that are Renyi divergences),
-                or it is about some records only.
+                POISSON batches under REPLACE_ONE or with a cap, bounds that are Renyi divergences).
         """
-        self._check_is_about_all(for_one_position)
         event = self.curve.to_dpevent()
         if event is None:
             raise ValueError(f"No standard event expresses the guarantee by {self.theorem}.")
@@ -325,8 +201,6 @@ class Guarantee:
         if self.mu is not None:
             lines.append(f"mu (Gaussian differential privacy): {text_up(self.mu, 6)}")
         lines.append(f"epsilon at delta {delta:g}: {text_up(self.epsilon(delta), 6)}")
-        if self.only_for:
-            lines.append(f"ONLY FOR {self.scope(delta)}")
         if self.caveat:
             lines.append(f"NOT PROVEN: {self.caveat}")
         lines += [f"assumption, {assumption}" for assumption in self.assumptions]
@@ -348,7 +222,6 @@ class Guarantee:
             f"{text_up(self.epsilon(delta), 4)} and delta = {delta:g}.",
             f"Neighbouring are data sets {_NEIGHBOURS[relation]} ({relation}).",
             f"They differ in up to {self.group_size} records." if self.is_of_groups else "",
-            f"It holds only for {self.scope(delta)}." if self.only_for else "",
             f"It is NOT PROVEN: {self.caveat}." if self.caveat else "",
             f"It is computed by hidden-state-accountants from: {self.theorem}.",
         ]
@@ -360,16 +233,11 @@ class Guarantee:
     def __repr__(self) -> str:
         mu = "" if self.mu is None else f"mu = {text_up(self.mu, 4)}, "
         epsilon = text_up(self.epsilon(_DELTA), 4)
-        scope = f", ONLY FOR {self.only_for}" if self.only_for else ""
         caveat = ", NOT PROVEN" if self.caveat else ""
         return (
             f"<Guarantee: {mu}epsilon = {epsilon} at delta = {_DELTA:g}, "
-            f"{self.relation}{scope}{caveat}; {self.theorem}>"
+            f"{self.relation}{caveat}; {self.theorem}>"
         )
-
-    def cite(self) -> str:
-        """BibTeX of the papers behind the theorems that were used, and of this package."""
-        return bibtex(self.citations)
 
 
 def cited(theorem: str, paper: Citation) -> str:

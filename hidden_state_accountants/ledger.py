@@ -60,8 +60,7 @@ class Budget:
         """Counts a release that is about to be made, and returns its number.
 
         Formal guarantees: whatever was counted composes to at most `epsilon` at `delta`, under the
-        one relation that all of it has, for all records (also where `record_position` asks for
-        fewer); adaptively chosen releases included.
+        one relation that all of it has; adaptively chosen releases included.
 
         Raises:
             BudgetExceededError: It would go over; nothing was counted.
@@ -103,8 +102,7 @@ class Budget:
     def guarantee(self) -> Guarantee:
         """Guarantee of all releases together, with the assumptions of their theorems.
 
-        What was checked or declared of a single fit stands in the report of that fit. Of events
-        with a `record_position` it says so, in `only_for`; the budget counts all records.
+        What was checked or declared of a single fit stands in the report of that fit.
 
         Raises:
             ValueError: There was none.
@@ -116,13 +114,12 @@ class Budget:
 
     @property
     def spent_epsilon(self) -> float:
-        """The epsilon of all releases together at `delta`, for all records."""
+        """The epsilon of all releases together at `delta`."""
         rows = self._read()
         return self._epsilon(rows) if rows else 0.0
 
     def _epsilon(self, rows: list[_Row]) -> float:
-        found = _compose(rows)
-        return (found.of_all_records() if found.of_all_records else found).epsilon(self.delta)
+        return _compose(rows).epsilon(self.delta)
 
     def __str__(self) -> str:
         rows = self._read()

@@ -225,16 +225,6 @@ def target_pair(epsilon: Any, delta: Any, names: tuple[str, str]) -> tuple[float
     return e, d
 
 
-def one_position(records: str, is_meant: bool) -> None:
-    """Raises ValueError where a figure for some records only would look like that of all."""
-    if not is_meant:
-        raise ValueError(
-            f"Expected a guarantee for all records, got one for {records}: others may have a much "
-            "larger epsilon. Leave record_position out, or say for_one_position=True if these "
-            "records are meant."
-        )
-
-
 def target_delta(value: Any) -> float:
     """Returns a delta in [0, 1]."""
     return real("target_delta", value, minimum=0, maximum=1)

@@ -9,11 +9,11 @@ import pathlib
 
 import numpy as np
 import pages
+from baselines import amplification_by_iteration
 from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import (
-    AmplificationByIteration,
     Composition,
     KongRibero,
     ShiftedInterpolation,
@@ -60,9 +60,9 @@ def weakly_convex(steps: np.ndarray) -> dict[str, list[float]]:
         result[f"(19), m = {m:g}"] = values(KongRibero("published"), steps, loss, None)
     for m, loss in losses.items():
         result[f"Theorem A, m = {m:g}"] = values(ShiftedInterpolation(), steps, loss, None)
-    result["amplification by iteration, m = 0"] = values(
-        AmplificationByIteration(), steps, losses[0.0], None
-    )
+    result["amplification by iteration, m = 0"] = [
+        amplification_by_iteration(event(int(t), losses[0.0], None), RELATION) for t in steps
+    ]
     return result
 
 
@@ -77,7 +77,8 @@ def convex(steps: np.ndarray) -> dict[str, list[float]]:
     for factor in (1, 10):
         loss = hsa.LossGeometry.convex(SMOOTHNESS, factor * CLIP)
         name = f"amplification by iteration, Q = {factor * CLIP:g}"
-        result[name] = values(AmplificationByIteration(), steps, loss, None)
+        runs = [event(int(t), loss, None) for t in steps]
+        result[name] = [amplification_by_iteration(run, RELATION) for run in runs]
     result["Theorem A, clipped at C"] = values(ShiftedInterpolation(), steps, clipped, CLIP)
     return result
 

@@ -247,8 +247,7 @@ def _read(claim: Any, event: Any, relation: NeighboringRelation | None) -> _Clai
                 f"Expected neighboring_relation = {found.name}, which the claim is for, got "
                 f"{getattr(relation, 'name', relation)}. Leave it out."
             )
-        scope = f" (only for {claim.only_for})" if claim.only_for else ""
-        return _Claim(claim.theorem + scope, found, claim.epsilon, claim.delta)
+        return _Claim(claim.theorem, found, claim.epsilon, claim.delta)
     if isinstance(claim, dp_accounting.PrivacyAccountant):
         return _of_accountant(claim, event, relation)
     if not isinstance(claim, tuple | list) or len(claim) != 2:
@@ -274,7 +273,7 @@ def _of_accountant(accountant: Any, event: Any, relation: NeighboringRelation | 
     composed = event
     if not accountant.supports(event):  # one of dp-accounting's: every iterate may be released
         relation = relation or accountant.neighboring_relation
-        composed = event.as_composition(relation, for_one_position=True)
+        composed = event.as_composition(relation)
     if isinstance(accountant.ledger, dp_accounting.NoOpDpEvent):
         accountant = copy.deepcopy(accountant).compose(composed)
     if accountant.ledger != composed:

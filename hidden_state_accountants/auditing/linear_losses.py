@@ -171,9 +171,7 @@ def mu_by_position(event: LastIterateDpEvent) -> np.ndarray:
 
 
 def worst_position(event: LastIterateDpEvent) -> int:
-    """The declared position of the record, or the one with the largest mu."""
-    if event.record_position is not None:
-        return event.record_position
+    """The position of the record with the largest mu."""
     return int(np.argmax(mu_by_position(event)))
 
 

@@ -124,8 +124,8 @@ class QuadraticLosses:
 
 
 def _positions(event: LastIterateDpEvent) -> set[int]:
-    if event.batch_order is BatchOrder.FULL or event.record_position is not None:
-        return {event.record_position or 0}
+    if event.batch_order is BatchOrder.FULL:
+        return {0}
     return {(event.num_steps - 1) % event.batches_per_epoch, worst_position(event)}
 
 

@@ -2,11 +2,6 @@
 
 from hidden_state_accountants.bounds.balls_in_bins import BallsInBins
 from hidden_state_accountants.bounds.base import Bound, Citation
-from hidden_state_accountants.bounds.baselines import (
-    AltschulerTalwar,
-    AmplificationByIteration,
-    YeShokri,
-)
 from hidden_state_accountants.bounds.chen_liu_2025 import BlockCoordinate
 from hidden_state_accountants.bounds.chien_li_2024 import ChienLi
 from hidden_state_accountants.bounds.chourasia_2021 import Langevin
@@ -42,15 +37,10 @@ BOUNDS: tuple[Bound, ...] = (
     ChienLi("published"),
     KongRibero(),
     KongRibero("published"),
-    AmplificationByIteration(),
-    AltschulerTalwar(),
-    YeShokri(),
 )
 
 __all__ = [
     "BOUNDS",
-    "AltschulerTalwar",
-    "AmplificationByIteration",
     "BallsInBins",
     "BlockCoordinate",
     "Bound",
@@ -67,6 +57,5 @@ __all__ = [
     "ShiftedInterpolation",
     "ShuffledOnce",
     "Subsampling",
-    "YeShokri",
     "shifted_gdp_mu",
 ]

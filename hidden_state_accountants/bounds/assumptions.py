@@ -49,15 +49,6 @@ def gradient_norm(bound: float) -> Assumption:
     return Assumption.declared(f"per-example gradient norms at most {bound:g}", Topic.GRADIENT_NORM)
 
 
-def of_one_position(event: LastIterateDpEvent) -> Assumption:
-    """The figures are about some records, and nothing is said of the others."""
-    return Assumption.declared(
-        f"the epsilon of interest is that of the {event.records} (record_position = "
-        f"{event.record_position}): other records may have a larger one",
-        Topic.RECORDS,
-    )
-
-
 def batches(event: LastIterateDpEvent | DiceSgdDpEvent, *, are_secret: bool) -> Assumption:
     """Assumption about the batch order; a bound that averages over it needs it to stay secret."""
     chosen = "drawn independently of the data, and never published"

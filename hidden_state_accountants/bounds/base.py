@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import abc
-import functools
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -139,22 +138,13 @@ class Bound(abc.ABC):
     def guarantee_of(self, event: Any, relation: NeighboringRelation, proof: Proof) -> Guarantee:
         """The guarantee that a proof about the event is."""
         common = replace_assumptions(assumptions.COMMON, *self.event_assumptions(event, relation))
-        guarantee = Guarantee(
+        return Guarantee(
             curve=proof.curve,
             neighboring_relation=relation,
             theorem=proof.theorem,
             assumptions=replace_assumptions(common, *proof.assumptions),
             caveat=proof.caveat,
             citations=tuple(dict.fromkeys((self.citation, *proof.citations))),
-        )
-        if getattr(event, "record_position", None) is None:
-            return guarantee
-        everywhere = attrs.evolve(event, record_position=None)
-        return attrs.evolve(
-            guarantee,
-            assumptions=(*guarantee.assumptions, assumptions.of_one_position(event)),
-            only_for=event.records,
-            of_all_records=functools.partial(self.guarantee, everywhere, relation),
         )
 
 

@@ -117,9 +117,7 @@ def _positions(event: LastIterateDpEvent) -> range:
     """The positions to look at: constant parameters make the batch processed last the worst."""
     if event.batch_order is BatchOrder.SHUFFLED_ONCE:
         return range(event.batches_per_epoch)
-    position = event.record_position
-    if position is None:
-        position = (event.num_steps - 1) % event.batches_per_epoch
+    position = (event.num_steps - 1) % event.batches_per_epoch
     return range(position, position + 1)
 
 

@@ -68,7 +68,7 @@ class Composition(Bound):
         elif event.batch_order in _SAMPLED:
             curve = composed_steps(event, relation)
         else:
-            curve = _curve(event.as_composition(relation, for_one_position=True))
+            curve = _curve(event.as_composition(relation))
         extra = event.cap_delta(relation)
         return Proof(
             curve=with_delta(curve, extra),

@@ -17,6 +17,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
+from hidden_state_accountants.bounds.composition import record_mus
 from hidden_state_accountants.bounds.solvers.all_positions import (
     mu_squared_after_batches,
     mu_squared_by_windows,
@@ -29,6 +30,7 @@ from hidden_state_accountants.bounds.solvers.equal_steps import (
 )
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.curves.base import GaussianCurve
+from hidden_state_accountants.events.batch_order import sensitivity_in_clip_norms
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process.conditions import UnmetCondition
 from hidden_state_accountants.process.noisy_process import (
@@ -122,6 +124,20 @@ class ShiftedInterpolation(HiddenStateBound):
             curve=GaussianCurve(math.sqrt(worst_mu_squared(noisy_process(event, relation)))),
             theorem=f"{self.cited('Theorem A')}, optimal shifts",
         )
+
+
+def position_mus(event: LastIterateDpEvent, relation: NeighboringRelation) -> np.ndarray:
+    """A mu for the records of each batch of an epoch, shape (batches of an epoch,).
+
+    By Theorem A, or by composition where the loss has no linear modulus.
+    """
+    period, steps = event.batches_per_epoch, event.num_steps
+    if not unmet_conditions(event, relation):
+        mus = np.sqrt(mu_squared_by_position(noisy_process(event, relation)))
+        return np.pad(mus, (0, period - len(mus)))  # the run may end before the first epoch does
+    clips = sensitivity_in_clip_norms(event.batch_order, relation)
+    squares = np.broadcast_to((clips * record_mus(event)) ** 2, steps)
+    return np.sqrt(np.pad(squares, (0, -steps % period)).reshape(-1, period).sum(axis=0))
 
 
 def worst_mu_squared(process: NoisyProcess) -> float:

@@ -112,10 +112,10 @@ def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
             f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}."
             f"{validate.did_you_mean(name, known)}"
         )
-    event, relation, size = found.event, found.neighboring_relation, found.group_size
+    event, relation = found.event, found.neighboring_relation
     if name == _LAST_ITERATE:
         best_bound.check_covered(event, relation)
-        return lambda: hsa.LastIterateAccountant(relation, group_size=size)
+        return lambda: hsa.LastIterateAccountant(relation)
     bound = next(bound for bound in hsa.BOUNDS if bound.name == name)
     if not isinstance(event, bound.event_type):
         raise ValueError(
@@ -124,7 +124,7 @@ def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
         )
     if unmet := bound.check(event, relation):
         raise ValueError(f"{name} does not cover the run: {'; '.join(map(str, unmet))}")
-    return lambda: BoundAccountant(relation, bound, group_size=size)
+    return lambda: BoundAccountant(relation, bound)
 
 
 def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee:
@@ -133,14 +133,6 @@ def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee
         if quiet:
             warnings.simplefilter("ignore")
         return make().compose(found.event).guarantee  # type: ignore[no-any-return]
-
-
-def _check_single(found: RunDescription, command: str) -> None:
-    if found.group_size > 1:
-        raise ValueError(
-            f"Expected group_size = 1 for {command}, which is about single records, got "
-            f"{found.group_size}. Leave it out."
-        )
 
 
 @app.command()
@@ -190,35 +182,31 @@ def calibrate(
     parameter: Annotated[
         str,
         typer.Option(
-            help="What to change: noise, epochs or weight-decay.",
-            autocompletion=completed_by(("noise", "epochs", "weight-decay")),
+            help="What to change: noise or epochs.",
+            autocompletion=completed_by(("noise", "epochs")),
         ),
     ] = "noise",
-    for_one_position: Annotated[
-        bool, typer.Option(help="With --record-position: meet it for the records of that batch.")
-    ] = False,
     accountant: Accountant = _LAST_ITERATE,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """How much noise for a given epsilon? How many epochs? How much weight decay?
+    """How much noise for a given epsilon? How many epochs?
 
     The answer is rounded to the safe side, and its epsilon is the one printed.
 
     Examples: `hsa calibrate run.toml --target-epsilon 2`,
     `hsa calibrate run.toml --target-epsilon 2 --parameter epochs`
     """
-    kind = parameter.replace("-", "_")
+    kind = parameter
     defaults: dict[str, dict[str, Any]] = {
         "noise": {"noise_multiplier": 1.0, "noise_std": 1.0, "noise_variance": 1.0},
         "epochs": {"epochs": 1},
-        "weight_decay": {},
     }
     if kind not in defaults:
         from hidden_state_accountants import validate
 
         raise ValueError(
-            f"Expected --parameter to be noise, epochs or weight-decay, got {parameter!r}."
+            f"Expected --parameter to be noise or epochs, got {parameter!r}."
             f"{validate.did_you_mean(kind, defaults)}"
         )
     found = run(defaults=defaults[kind])
@@ -232,7 +220,6 @@ def calibrate(
             found.delta,
             event,
             make_accountant=_maker(found, accountant),
-            for_one_position=for_one_position,
             **options,
         )
     if kind == "epochs":
@@ -273,19 +260,19 @@ def compare(
     `hsa compare run.toml --noise-multiplier 4`
     """
     runs = {str(path): run(file=path) for path in files or ()} or {"run": run()}
-    units = {(found.neighboring_relation, found.group_size) for found in runs.values()}
-    if len(units) > 1:
+    relations = {found.neighboring_relation for found in runs.values()}
+    if len(relations) > 1:
         raise ValueError(
-            f"Expected one neighboring relation and group size, got {len(units)} in the files. "
-            "Choose them with --relation and --group-size."
+            f"Expected one neighboring relation, got {len(relations)} in the files. Choose one "
+            "with --relation."
         )
-    relation, size = units.pop()
+    relation = relations.pop()
     if plot is not None:  # before anything is computed
         hsa.plotting.check_path(plot)
     deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
     events = {label: found.event for label, found in runs.items()}
     with output.progress(quiet) as tell:
-        table = hsa.compare(events, deltas, relation, group_size=size, progress=tell)
+        table = hsa.compare(events, deltas, relation, progress=tell)
         if plot is not None:
             table.plot(plot, progress=tell)
     if json:
@@ -313,7 +300,6 @@ def audit(
     Examples: `hsa audit run.toml`, `hsa audit run.toml --claim-epsilon 0.5 --delta 1e-5`
     """
     found = run()
-    _check_single(found, "hsa audit")
     claim: Any = (claim_epsilon, found.delta)
     if claim_epsilon is None:
         claim = _guarantee(found, accountant, quiet)
@@ -362,7 +348,6 @@ def profile(run: Run, json: Json = False) -> None:
     The epsilon of the run is the largest one. Example: `hsa profile run.toml`
     """
     found = run()
-    _check_single(found, "hsa profile")
     epsilons = hsa.position_profile(found.event, found.delta, found.neighboring_relation)
     output.profile(found, epsilons, json)
 

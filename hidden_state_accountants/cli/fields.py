@@ -37,9 +37,6 @@ BOUNDS = (
     "chien_li_published",
     "kong_ribero",
     "kong_ribero_published",
-    "amplification_by_iteration",
-    "altschuler_talwar",
-    "ye_shokri",
 )
 """Of `hidden_state_accountants.bounds.BOUNDS`."""
 LOSSES = (
@@ -144,9 +141,6 @@ RUN = {
         float, "Poisson: the rate of the loader; default: batch size / data set size.", "# 0.01"
     ),
     "max_batch_size": Field(_whole, "Cap on poisson batches.", "# 650"),
-    "record_position": Field(
-        _whole, "Cyclic: account for the records of this batch ONLY (hsa profile: all)."
-    ),
     "is_microbatched": Field(
         bool,
         "A record is a microbatch of several examples (needs the relation replace_one).",
@@ -174,7 +168,6 @@ ACCOUNTING = {
     "relation": Field(
         str, f"{', '.join(RELATIONS)}; default replace_special.", '"replace_special"', RELATIONS
     ),
-    "group_size": Field(_whole, "Records that one person may have; default 1.", "# 1"),
 }
 
 

@@ -103,11 +103,9 @@ def guarantee(
             {
                 **figures,
                 "neighboring_relation": proved.neighboring_relation.name,
-                "group_size": proved.group_size,
                 "theorem": proved.theorem,
                 "is_proven": not proved.caveat,
                 "caveat": proved.caveat,
-                "only_for": proved.scope(found.delta),
                 "mu": proved.mu,
                 "assumptions": [str(assumption) for assumption in proved.assumptions],
                 "not_used": [list(pair) for pair in proved.alternatives],
@@ -120,8 +118,6 @@ def guarantee(
     typer.echo(f"by {proved.theorem}")
     if proved.caveat:
         typer.echo(f"NOT PROVEN: {' '.join(proved.caveat.split())}")
-    if proved.only_for:
-        typer.echo(f"ONLY FOR {proved.scope(found.delta)}")
 
 
 def _text(name: str, value: Any) -> str:
@@ -146,7 +142,7 @@ def comparison(table: Comparison) -> None:
     """For each run what applies, the smallest epsilon first, and why the rest does not."""
     console = Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE, highlight=False)
     for label, _ in table.runs:
-        shown = Table(title=f"{label}, {table.relation}", title_justify="left")
+        shown = Table(title=f"{label}, {table.neighboring_relation.name}", title_justify="left")
         shown.add_column("accountant", overflow="fold")
         for delta in table.deltas:
             shown.add_column(f"epsilon at {delta:g}", justify="right")
@@ -156,7 +152,7 @@ def comparison(table: Comparison) -> None:
         for first, *more in sorted(groups, key=lambda group: group[0].epsilon or 0.0):
             if first.epsilon is not None:
                 epsilons = [text_up(r.epsilon or 0.0) for r in (first, *more)]
-                why = "; ".join(filter(None, (first.theorem, first.remark)))
+                why = "; ".join(filter(None, (first.theorem, first.note)))
                 seconds = f"{first.seconds + sum(row.seconds for row in more):.2f}"
                 cells = (first.accountant, *epsilons, first.status, why, seconds)
                 shown.add_row(*map(Text, cells))  # brackets are no markup

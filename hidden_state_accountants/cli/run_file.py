@@ -25,10 +25,6 @@ from hidden_state_accountants.events.plain_types import SCHEMA
 _LOSSES = [n for n, _ in inspect.getmembers(LossGeometry, inspect.ismethod) if n[0] != "_"]
 
 
-def _group_size(value: Any) -> int:
-    return validate.integer("group_size", value, minimum=1)
-
-
 @attrs.frozen
 class RunDescription:
     """A run and how to account for it.
@@ -37,13 +33,11 @@ class RunDescription:
         event: The run.
         delta: The target delta.
         neighboring_relation: The relation.
-        group_size: How many records one person has at most.
     """
 
     event: dp_accounting.DpEvent
     delta: float = attrs.field(converter=validate.target_delta)
     neighboring_relation: NeighboringRelation = attrs.field(converter=validate.neighboring_relation)
-    group_size: int = attrs.field(converter=_group_size)
 
 
 def read(
@@ -60,7 +54,7 @@ def read(
         path: A TOML file, - for the standard input, or None: the flags describe the whole run.
         run: Flags that are fields of the event; "epochs" stands for num_steps.
         loss: The flag "loss" and the parameters of its class method.
-        accounting: Flags for the target delta, the relation and the size of groups.
+        accounting: Flags for the target delta, and the relation.
         defaults: Fields, or "epochs", that need not be given; those that the event does not have
             are left out.
 
@@ -73,7 +67,7 @@ def read(
         table = values.pop("accounting", {})
         if not isinstance(table, dict):
             raise ValueError(f"Expected [accounting] to be a table, got {table!r}.")
-        known = {"delta": 1e-5, "neighboring_relation": "replace_special", "group_size": 1}
+        known = {"delta": 1e-5, "neighboring_relation": "replace_special"}
         validate.unknown_keys("[accounting]", table, known)
         flags = {"neighboring_relation" if k == "relation" else k: v for k, v in accounting.items()}
         event = _event(path, values, run, dict(loss), defaults)

@@ -389,7 +389,7 @@ def _best_of(known: Iterable[tuple[Curve, float]]) -> Curve:
 def alternatives(curve: Curve) -> tuple[tuple[ComposableCurve, float], ...]:
     """All that is known of one mechanism, with what is for small deltas worked out.
 
-    Whatever reads the inside of a curve (composition, groups, cohorts, selection) asks here.
+    Whatever reads the inside of a curve (composition, groups) asks here.
     """
     made = (
         with_delta(single.made if isinstance(single, CurveForSmallDeltas) else single, failure)

@@ -138,24 +138,6 @@ def sampled_curve(
     return ProfileCurve(profile, divergences=divergences, largest_mu=apart)
 
 
-def cohort_curve(curve: Curve, rate: float) -> ProfileCurve:
-    """Amplification by sampling of a curve that is not Gaussian (docs/theory/cohorts.md).
-
-    Args:
-        curve: Of what runs on the cohort.
-        rate: The probability that a record joins it.
-    """
-    event = curve.to_dpevent()
-    return ProfileCurve(
-        profiles.poisson(profile_above(curve), rate),
-        infinite=min(1.0, rate * curve.delta(math.inf)),
-        # Stock accountants read no other events inside a sampled one.
-        event=dp_accounting.PoissonSampledDpEvent(rate, event)
-        if isinstance(event, dp_accounting.GaussianDpEvent)
-        else None,
-    )
-
-
 def read(curve: Curve, smallest: float = _SMALLEST) -> tuple[np.ndarray, np.ndarray]:
     """Epsilons, the first of which is 0, and the deltas of the curve there, down to `smallest`.
 

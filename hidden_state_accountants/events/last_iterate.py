@@ -86,9 +86,6 @@ class LastIterateDpEvent(DealtEvent):
             Opacus draws at a rate of 1/938 and divides by int(60,000 / 938) = 63.
         max_batch_size: POISSON and balls in bins only: the loader drops records, uniformly, beyond
             this size. A record can then displace another one, which costs a little extra delta.
-        record_position: CYCLIC only: the index, within the epoch, of the batch that holds the
-            record in question; None is the worst. All figures are then about the records of that
-            batch only, and say so: those of other batches may have a much larger epsilon.
         is_microbatched: True if a record is a microbatch: several examples, always the same ones,
             whose mean gradient is clipped as one. Neighbouring data sets differ in one example,
             which makes one record another one and never takes it away: REPLACE_ONE is the only
@@ -121,9 +118,6 @@ class LastIterateDpEvent(DealtEvent):
     release_steps: tuple[int, ...] = ()
     sampling_rate: float | None = None
     max_batch_size: int | None = attrs.field(default=None, validator=validate.COUNT)
-    record_position: int | None = attrs.field(
-        default=None, validator=validate.checked(validate.integer, minimum=0)
-    )
     is_microbatched: bool = attrs.field(default=False, validator=validate.FLAG)
 
     def __attrs_post_init__(self) -> None:
@@ -176,17 +170,6 @@ class LastIterateDpEvent(DealtEvent):
                 f"Expected max_batch_size = None for {order.name} batches, "
                 f"got {self.max_batch_size!r}. Only POISSON batches and balls in bins vary in size."
             )
-        if self.record_position is not None:
-            if order is not BatchOrder.CYCLIC:
-                raise ValueError(
-                    f"Expected record_position = None for {order.name} batches, "
-                    f"got {self.record_position!r}. Only a CYCLIC order has positions."
-                )
-            last, remedy = (
-                self.batches_per_epoch - 1,
-                "It is the index of a batch within the epoch.",
-            )
-            validate.integer("record_position", self.record_position, maximum=last, remedy=remedy)
 
     def _check_decay(self) -> None:
         steps = self.num_steps if self.has_schedules else 1
@@ -198,13 +181,6 @@ class LastIterateDpEvent(DealtEvent):
                 f"Expected learning_rate * weight_decay < 1, got {worst:g}{where}. Lower one of "
                 "them."
             )
-
-    @property
-    def records(self) -> str:
-        """Says in words which records the event is about."""
-        if self.record_position is None:
-            return "all records"
-        return f"records of batch {self.record_position} of every epoch"
 
     def unmet_relation(self, relation: NeighboringRelation) -> str | None:
         """The reason why no theorem covers the run under `relation`, or None."""
@@ -254,8 +230,6 @@ class LastIterateDpEvent(DealtEvent):
     def as_composition(
         self,
         neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
-        *,
-        for_one_position: bool = False,
     ) -> dp_accounting.DpEvent:
         """The same run with every iterate released, as a standard dp-accounting event.
 
@@ -270,11 +244,8 @@ class LastIterateDpEvent(DealtEvent):
 
         Args:
             neighboring_relation: The relation that the guarantee is for.
-            for_one_position: Whether a guarantee for the records of one batch (`record_position`)
-                is meant. Nothing in the standard event says so.
 
         Raises:
-            ValueError: The event is about the records of one batch only.
             UnsupportedRunError: No standard event is proven to dominate the run (among them POISSON
                 batches with a cap: `LastIterateAccountant` adds its delta).
         """
@@ -282,8 +253,6 @@ class LastIterateDpEvent(DealtEvent):
         unmet = self.unmet_relation(relation) or self.unequal_batches()
         if unmet:
             raise UnsupportedRunError(unmet)
-        if self.record_position is not None:
-            validate.one_position(self.records, for_one_position)
         noise = self._noise_over_sensitivity(relation)
         self._check_cap(relation)
         if order is BatchOrder.POISSON:
@@ -315,15 +284,13 @@ class LastIterateDpEvent(DealtEvent):
         Which one is revealed where it is random.
         """
         num_steps, period = self.num_steps, self.batches_per_epoch
-        position = self.record_position  # None is the worst
         if not self.has_schedules:
             # The worst position is the first one; a record that is reshuffled can have it always.
-            participations = max(0, -(-(num_steps - (position or 0)) // period))
-            if not participations or noise[0] == math.inf:
+            if noise[0] == math.inf:
                 return dp_accounting.NoOpDpEvent()
             step = dp_accounting.GaussianDpEvent(float(noise[0]))
-            return dp_accounting.SelfComposedDpEvent(step, participations)
-        period = min(period, max(num_steps, (position or 0) + 1))
+            return dp_accounting.SelfComposedDpEvent(step, -(-num_steps // period))
+        period = min(period, num_steps)
         padded = np.zeros(-(-num_steps // period) * period)
         with np.errstate(divide="ignore"):
             padded[:num_steps] = noise**-2.0
@@ -331,8 +298,7 @@ class LastIterateDpEvent(DealtEvent):
         if self.batch_order in (BatchOrder.RESHUFFLED, BatchOrder.BALLS_IN_BINS_REDRAWN):
             mu_squared = float(epochs.max(axis=1).sum())
         else:
-            by_position = epochs.sum(axis=0)
-            mu_squared = float(by_position.max() if position is None else by_position[position])
+            mu_squared = float(epochs.sum(axis=0).max())
         if mu_squared == 0:
             return dp_accounting.NoOpDpEvent()
         return dp_accounting.GaussianDpEvent(1 / math.sqrt(mu_squared))

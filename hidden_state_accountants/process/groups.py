@@ -2,8 +2,7 @@
 
 A guarantee says something about two data sets that differ in one record. Group privacy needs it for
 every two neighbours on the way from one data set to another, and on that way lie data sets with
-several records replaced, zeroed, added or removed (docs/theory/groups.md). A cohort that is sampled
-lacks many of them.
+several records replaced, zeroed, added or removed (docs/theory/groups.md).
 """
 
 from __future__ import annotations
@@ -40,12 +39,6 @@ def run_of_groups(
     """
     if size == 1:
         return event
-    position = getattr(event, "record_position", None)
-    if position is not None:
-        raise UnsupportedRunError(
-            f"group_size = {size} with record_position = {position}: the records of a person may "
-            "be in several batches. Leave record_position out."
-        )
     if isinstance(event, LastIterateDpEvent):
         if relation is _ADD_OR_REMOVE:
             event = _of_largest_data_set(event, size)
@@ -60,36 +53,6 @@ def run_of_groups(
             "hold for data sets with several records without gradient. Use REPLACE_ONE."
         )
     return event
-
-
-def run_of_cohorts(
-    event: dp_accounting.DpEvent, relation: NeighboringRelation
-) -> dp_accounting.DpEvent:
-    """A run whose guarantee holds whichever of its records have no gradient or are left out.
-
-    Args:
-        event: The run on all records of which a cohort may consist.
-        relation: REPLACE_SPECIAL or ADD_OR_REMOVE_ONE.
-
-    Raises:
-        UnsupportedRunError: None is known; the text says why.
-    """
-    if isinstance(event, BlockCoordinateDpEvent):
-        raise UnsupportedRunError(
-            "A BlockCoordinateDpEvent on a sampled cohort: what is declared about the block need "
-            "not hold for data sets with many records without gradient."
-        )
-    if isinstance(event, LastIterateDpEvent) and event.record_position is not None:
-        raise UnsupportedRunError(
-            f"A run on a sampled cohort with record_position = {event.record_position}: what the "
-            "other records have would be lost. Leave record_position out."
-        )
-    if not isinstance(event, LastIterateDpEvent) or event.loss is None:
-        return event
-    loss = event.loss
-    if loss.kind is LossKind.STRONGLY_CONVEX:
-        loss = attrs.evolve(loss, kind=LossKind.CONVEX, strong_convexity=0.0)
-    return attrs.evolve(event, loss=loss)
 
 
 def _loss_between(

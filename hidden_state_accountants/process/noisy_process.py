@@ -266,8 +266,7 @@ def noisy_process(
     if unmet:
         raise UnsupportedRunError("; ".join(map(str, unmet)))
     period = event.batches_per_epoch if event.batch_order in (*EPOCH_ORDERS, *BINS) else 1
-    last = event.record_position
-    positions = range(min(period, event.num_steps)) if last is None else (last,)
+    positions = range(min(period, event.num_steps))
     num_steps, release_steps = event.num_steps, event.release_steps
     event = event.one_step_if_constant()
     assert event.loss is not None

@@ -113,7 +113,7 @@ def of_last_iterate(
 def _with_poisson_batches(event: LastIterateDpEvent) -> Guarantee | None:
     if isinstance(event.noise_multiplier, Schedule) or isinstance(event.clip_norm, Schedule):
         return None  # one subsampled mechanism for every value: slow
-    other = attrs.evolve(event, batch_order=BatchOrder.POISSON, record_position=None)
+    other = attrs.evolve(event, batch_order=BatchOrder.POISSON)
     return composition_of(other, NeighboringRelation.ADD_OR_REMOVE_ONE)
 
 

@@ -95,8 +95,6 @@ class Statement:
         ]
         if guarantee.caveat:
             rows.append(("NOT PROVEN", guarantee.caveat))
-        if guarantee.only_for:
-            rows.append(("ONLY FOR", guarantee.scope(self.delta)))
         if self._hides_iterates:
             every = _number(self._epsilon_of_every_iterate(), 4)
             rows.append(("epsilon if every iterate were released", every))
@@ -135,8 +133,6 @@ class Statement:
         parts.append("\n".join([_wrapped(heading), *figures]))
         if guarantee.caveat:
             parts.append(_wrapped(f"NOT PROVEN: {guarantee.caveat}"))
-        if guarantee.only_for:
-            parts.append(_wrapped(f"ONLY FOR {guarantee.scope(self.delta)}."))
         parts += self._items(_HEADINGS, _item)
         if not guarantee.is_of_groups:
             parts.append(_wrapped(_NO_USERS))

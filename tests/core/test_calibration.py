@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from runs import cyclic_run, full_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.calibration import largest_useful_decay
 from hidden_state_accountants.curves.gaussian import epsilon_from_mu
 
 TOLERANCE = 1e-6
@@ -163,7 +162,6 @@ def test_targets_that_somebody_may_mean_are_not():
 FAST = {
     hsa.calibrate_noise: {"tolerance": 0.1},
     hsa.calibrate_epochs: {"max_epochs": 3},
-    hsa.calibrate_weight_decay: {},
 }
 
 
@@ -226,9 +224,8 @@ def test_epsilon_that_rises_with_noise_is_noticed():
 
 def test_a_target_of_infinity_asks_for_no_noise():
     assert hsa.calibrate_noise(math.inf, 1e-5, full_run()) == 0.0
-    for calibrate in (hsa.calibrate_epochs, hsa.calibrate_weight_decay):
-        with pytest.raises(ValueError, match="Expected"):
-            calibrate(math.inf, 1e-5, full_run())
+    with pytest.raises(ValueError, match="Expected"):
+        hsa.calibrate_epochs(math.inf, 1e-5, full_run())
 
 
 def test_a_huge_target_is_met_with_hardly_any_noise():
@@ -250,7 +247,7 @@ def test_a_huge_target_is_met_with_hardly_any_noise():
     [(-1.0, 1e-5), (math.nan, 1e-5), (1.0, -1e-5), (1.0, 1.5), ("1", 1e-5)],
 )
 def test_bad_targets(arguments):
-    for calibrate in (hsa.calibrate_noise, hsa.calibrate_epochs, hsa.calibrate_weight_decay):
+    for calibrate in (hsa.calibrate_noise, hsa.calibrate_epochs):
         with pytest.raises((TypeError, ValueError), match="Expected"):
             calibrate(*arguments, full_run())
 
@@ -266,8 +263,6 @@ def test_bad_events():
         hsa.calibrate_epochs(1.0, 1e-5, 3.0)
     with pytest.raises(ValueError, match="one length"):
         hsa.calibrate_epochs(1.0, 1e-5, full_run(release_steps=(3,)))
-    with pytest.raises(TypeError, match="LastIterateDpEvent"):
-        hsa.calibrate_weight_decay(1.0, 1e-5, dp_accounting.GaussianDpEvent(1.0))
     with pytest.raises(ValueError, match="tolerance"):
         hsa.calibrate_noise(1.0, 1e-5, full_run(), tolerance=0.0)
 
@@ -310,47 +305,3 @@ def test_epsilon_that_falls_with_the_epochs_is_noticed():
 
     with pytest.raises(ValueError, match="more than one crossing"):
         hsa.calibrate_epochs(1.5, 1e-5, make)
-
-
-LOSSES = {
-    "clipped": hsa.LossGeometry.convex(1.0),
-    "generalized linear": hsa.LossGeometry.logistic(2.0),
-    "not clipped": hsa.LossGeometry.convex(1.0, lipschitz=1.0),
-    "weakly convex": hsa.LossGeometry.weakly_convex(1.0, 0.1),
-    "linear": hsa.LossGeometry.linear(1.0),
-}
-
-
-@pytest.mark.parametrize(
-    ("loss", "schedule"), zip(LOSSES.values(), [False, True] * 3, strict=False), ids=LOSSES
-)
-def test_decay_is_the_smallest_that_meets_the_target(loss, schedule):
-    rate = [0.5] * 400 + [0.1] * 400 if schedule else 0.5
-    event = cyclic_run(loss=loss, num_steps=800, learning_rate=rate, weight_decay=0.0)
-    composition = epsilon(attrs.evolve(event, loss=None))
-    best = epsilon(attrs.evolve(event, weight_decay=largest_useful_decay(event)))
-    assert best < composition
-    target = best + 0.3 * (composition - best)
-    counter = Counter()
-    decay = hsa.calibrate_weight_decay(target, 1e-5, event, make_accountant=counter)
-    assert epsilon(attrs.evolve(event, weight_decay=decay)) <= target
-    assert epsilon(attrs.evolve(event, weight_decay=decay * (1 - 2e-6))) > target
-    assert counter.count < 25
-    with pytest.raises(ValueError, match="more decay would not contract more"):
-        hsa.calibrate_weight_decay(best * 0.99, 1e-5, event)
-
-
-def test_the_useful_decays_are_those_of_the_closed_forms():
-    eta, smoothness = 0.5, 1.0
-    clipped = largest_useful_decay(cyclic_run(loss=LOSSES["clipped"]))
-    assert clipped == pytest.approx((1 - 3 * eta * smoothness / 8) / eta, abs=2e-3 / eta)
-    unclipped = largest_useful_decay(cyclic_run(loss=LOSSES["not clipped"]))
-    assert unclipped == pytest.approx((1 - eta * smoothness / 2) / eta, abs=2e-3 / eta)
-    assert largest_useful_decay(cyclic_run(loss=None)) == 0.0
-    assert largest_useful_decay(cyclic_run(learning_rate=0.0)) == 0.0
-
-
-def test_decay_that_is_not_needed_or_does_not_help():
-    assert hsa.calibrate_weight_decay(100.0, 1e-5, cyclic_run()) == 0.0
-    with pytest.raises(ValueError, match="composition"):
-        hsa.calibrate_weight_decay(1.0, 1e-5, cyclic_run(loss=None))

@@ -87,7 +87,6 @@ def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
         "epsilon --noise-multiplier 1 --learning-rate 0.25 --clip-norm none --batch-size 4 "
         "--dataset-size 8 --epochs 3 --batch-order cyclic --loss hoelder --constant 2 "
         "--exponent 1 --lipschitz 3 --weight-decay 0.1 --domain-diameter 5 --release-steps 2,4 "
-        "--record-position 1"
     )["event"]
     assert hsa.LastIterateDpEvent.from_dict(event) == hsa.LastIterateDpEvent(
         noise_multiplier=1.0,
@@ -101,7 +100,6 @@ def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
         weight_decay=0.1,
         domain_diameter=5.0,
         release_steps=(2, 4),
-        record_position=1,
     )
     capped = hsa_json("epsilon run.toml --batch-order poisson --loss none --max-batch-size 20")
     assert capped["event"]["max_batch_size"] == 20
@@ -221,11 +219,6 @@ def test_delta(folder, hsa_json):
             "epochs",
             lambda value: {"num_steps": 4 * (value + 1)},
         ),
-        (
-            "--parameter weight-decay --num-steps 400",
-            "weight_decay",
-            lambda value: {"weight_decay": value * 0.999},
-        ),
     ],
 )
 def test_calibrate(folder, hsa_json, flags, field, change):
@@ -321,7 +314,7 @@ def test_init_writes_a_file_that_works_and_overwrites_nothing(tmp_path, monkeypa
 
 def test_init_names_every_field():
     for field in attrs.fields(hsa.LastIterateDpEvent):
-        assert field.name in fields.template() or field.name in ("num_steps", "record_position")
+        assert field.name in fields.template() or field.name == "num_steps"
     for loss in fields.LOSSES:
         assert f'kind = "{loss}"' in fields.template()
 
@@ -351,9 +344,8 @@ BAD = {
     "recommend": "Missing --dataset-size, --epsilon.",
     "recommend --epsilon 1": "Missing option '--dataset-size'",
     "profile run.toml --batch-order poisson": "Expected CYCLIC batches for a profile, got POISSON",
-    "calibrate run.toml -e 1 --parameter x": "noise, epochs or weight-decay",
+    "calibrate run.toml -e 1 --parameter x": "noise or epochs",
     "calibrate run.toml -e 1e-3 --parameter epochs": "what one epoch costs",
-    "calibrate run.toml -e 1e-3 --parameter weight-decay": "more decay would not contract more",
     "compare run.toml missing.toml": "missing.toml",
     "compare run.toml --plot x.nonsense": "ends in .png",
     "audit run.toml --claim-epsilon -1": "epsilon",

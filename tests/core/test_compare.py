@@ -244,9 +244,7 @@ def test_bad_arguments(arguments, error):
 @pytest.mark.slow
 def test_plot(tmp_path):
     pytest.importorskip("matplotlib")
-    event = cyclic_run(
-        noise_multiplier=[20.0] * 12 + [30.0] * 12, release_steps=(5,), record_position=1
-    )
+    event = cyclic_run(noise_multiplier=[20.0] * 12 + [30.0] * 12, release_steps=(5,))
     lines = []
     hsa.compare(event).plot(tmp_path / "run.svg", progress=lines.append)
     picture = (tmp_path / "run.svg").read_text()

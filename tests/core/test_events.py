@@ -23,7 +23,7 @@ VARIANTS = {
         {"learning_rate": [0.5] * 12 + [0.1] * 12, "noise_multiplier": [2.0] * 20 + [3.0] * 4},
         {"clip_norm": None},
         {"clip_norm": [1.0] * 10 + [0.5] * 14, "weight_decay": Schedule([0.1, 0.2], [4, 20])},
-        {"domain_diameter": 3.0, "release_steps": (4, 8), "record_position": 2},
+        {"domain_diameter": 3.0, "release_steps": (4, 8)},
         {"loss": None},
         {"loss": LossGeometry.strongly_convex(1.0, 0.1, lipschitz=2.0)},
         {"loss": LossGeometry.hoelder(1.0, 0.5)},
@@ -136,8 +136,6 @@ def test_string_orders_and_releases_are_canonical():
         ({"batch_order": "poisson", "sampling_rate": math.nan}, ValueError, "sampling_rate"),
         ({"batch_order": "poisson", "sampling_rate": "1/4"}, TypeError, "sampling_rate to be a"),
         ({"is_microbatched": 2}, TypeError, "is_microbatched to be True or False, got 2"),
-        ({"record_position": 4}, ValueError, "record_position <= 3"),
-        ({"record_position": 0, "batch_order": "poisson"}, ValueError, "Only a CYCLIC order"),
     ],
 )
 def test_bad_values(changes, error, text):
@@ -312,8 +310,6 @@ class TestAsComposition:
         [
             ({}, 6),
             ({"num_steps": 25}, 7),
-            ({"num_steps": 25, "record_position": 0}, 7),
-            ({"num_steps": 25, "record_position": 1}, 6),
             ({"num_steps": 2}, 1),
             ({"batch_order": "shuffled_once"}, 6),
             ({"batch_order": "reshuffled", "num_steps": 25}, 7),
@@ -326,7 +322,7 @@ class TestAsComposition:
                 event.as_composition(relation)
             return
         factor = 2 if relation is NeighboringRelation.REPLACE_ONE else 1
-        composed = event.as_composition(relation, for_one_position=True)
+        composed = event.as_composition(relation)
         assert composed == dp_accounting.SelfComposedDpEvent(
             dp_accounting.GaussianDpEvent(2.0 / factor), participations
         )
@@ -359,9 +355,6 @@ class TestAsComposition:
         assert cyclic_run(noise_multiplier=noise).as_composition().noise_multiplier == (
             pytest.approx(1 / math.sqrt(6))
         )
-        elsewhere = cyclic_run(noise_multiplier=noise, record_position=0)
-        composed = elsewhere.as_composition(for_one_position=True)
-        assert composed.noise_multiplier == pytest.approx(2 / math.sqrt(6))
 
     def test_reshuffled_takes_the_worst_step_of_every_epoch(self):
         noise = np.full(24, 2.0)

@@ -14,7 +14,6 @@ from runs import cyclic_run
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.cli import app as cli
 from hidden_state_accountants.curves.base import BestOfCurves, GaussianCurve
 from hidden_state_accountants.curves.transformed import GroupCurve
 from hidden_state_accountants.process.groups import run_of_groups
@@ -191,8 +190,6 @@ class TestAccountant:
         assert 1.0 < accountant.get_epsilon(1e-9) <= 1.52
 
     def test_refusals(self):
-        with pytest.raises(hsa.UnsupportedRunError, match="record_position = 1"):
-            group(cyclic_run(record_position=1), SPECIAL, 2)
         blocks = hsa.BlockCoordinateDpEvent(
             step_size=0.1, noise_variance=1.0, clip_norm=1.0, batch_size=4, dataset_size=12,
             num_epochs=2,
@@ -227,32 +224,6 @@ class TestEverywhere:
         assert hsa.calibrate_epochs(2.0, 1e-5, long, make_accountant=users(3)) == pytest.approx(
             hsa.calibrate_epochs(2.0, 1e-5, long) / 9, abs=1
         )
-
-    def test_compare(self):
-        table = hsa.compare(run(**self.FULL), 1e-5, "replace_special", group_size=3)
-        assert table.best().epsilon == group(run(**self.FULL), SPECIAL, 3).epsilon(1e-5)
-        assert not [row for row in table.rows if row.accountant == "PLDAccountant"]
-        assert "REPLACE_SPECIAL, groups of 3" in table.to_markdown()
-        assert table.to_dict()["group_size"] == 3
-
-    def test_command_line(self, capsys):
-        flags = [
-            "--noise-multiplier=20", "--learning-rate=1", "--clip-norm=1", "--batch-size=12",
-            "--dataset-size=12", "--num-steps=5", "--batch-order=full",
-        ]  # fmt: skip
-        epsilons = []
-        for size in ("1", "4"):
-            assert cli.run(["epsilon", *flags, f"--group-size={size}"]) == 0
-            out = capsys.readouterr().out
-            assert ("groups of 4" in out) == (size == "4")
-            epsilons.append(float(out.split()[2].rstrip(",")))
-        assert epsilons[1] > 3.9 * epsilons[0]
-        assert cli.run(["calibrate", *flags, "--target-epsilon=1", "--group-size=4"]) == 0
-        assert "groups of 4" in capsys.readouterr().out
-        assert cli.run(["compare", *flags, "--group-size=4", "--json"]) == 0
-        assert '"group_size": 4' in capsys.readouterr().out
-        assert cli.run(["audit", *flags, "--group-size=4"]) != 0
-        assert "Expected group_size = 1 for hsa audit" in capsys.readouterr().err
 
     def test_statement(self):
         event = cyclic_run(noise_multiplier=8.0)

@@ -115,25 +115,6 @@ class TestExplain:
             assert copied.explain() == run.explain()
 
 
-class TestCite:
-    def test_the_theorem_that_was_used(self):
-        text = guarantee(cyclic_run()).cite()
-        assert "Shifted Interpolation" in text
-        assert "Gaussian Differential Privacy" not in text
-        assert "@software{hidden_state_accountants" in text
-
-    def test_composition_of_runs_cites_each_once(self):
-        accountant = hsa.LastIterateAccountant().compose(cyclic_run(), 2)
-        text = accountant.compose(full_run(loss=None)).guarantee.cite()
-        assert text.count("2403.00278") == text.count("1905.02383") == 1
-
-    @pytest.mark.parametrize("bound", hsa.BOUNDS, ids=lambda bound: bound.name)
-    def test_every_bound_has_an_entry(self, bound):
-        from hidden_state_accountants.citation import bibtex
-
-        assert bound.citation.arxiv in bibtex([bound.citation])
-
-
 def test_what_holds_for_all_iterates_rests_on_hidden_ones_at_no_delta():
     """Composition is the smaller one at delta 1e-6, where the name is chosen, but not at 1e-4."""
     run = probe_run(

@@ -70,27 +70,6 @@ def test_the_guarantee_has_the_assumptions_of_an_accountants(releases):
     assert any("LossGeometry.convex" in assumption.text for assumption in own.assumptions)
 
 
-def test_records_of_one_batch_cost_what_all_records_do():
-    few, everyone = run(record_position=3), run()
-    with hsa.budget(2.0, 1e-5) as spent:
-        spent.spend(few, "REPLACE_SPECIAL")
-        with pytest.raises(hsa.BudgetExceededError):
-            spent.spend(few, "REPLACE_SPECIAL")
-    expected = hsa.LastIterateAccountant().compose(everyone).get_epsilon(1e-5)
-    assert spent.spent_epsilon == pytest.approx(expected, rel=1e-9)
-    assert spent.guarantee.only_for == few.records
-    assert "epsilon 1.9930 of 2 spent" in str(spent)
-
-
-@pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "ADD_OR_REMOVE_ONE"])
-def test_a_cohort_has_no_positions(relation):
-    cohort = PoissonSampledDpEvent(0.5, run(record_position=3))
-    with hsa.budget(2.0, 1e-5) as spent:
-        with pytest.raises(hsa.UnsupportedRunError, match="Leave record_position out"):
-            spent.spend(cohort, relation)
-    assert spent.releases == 0
-
-
 def test_a_worker_that_was_started_before_counts_in_the_budget():
     streams = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with subprocess.Popen([sys.executable, "-c", WORKER], **streams) as worker:

@@ -77,7 +77,6 @@ def test_without_a_geometry_an_order_is_worth_nothing():
     [
         run(learning_rate=[0.5] * 10 + [0.1] * 10),
         run(noise_multiplier=[6.0] * 10 + [5.0] * 10),
-        run(record_position=3),
         run("full"),
     ],
 )

@@ -206,7 +206,7 @@ def test_models_of_dp_mbcd_within_the_run_cost_composition(released):
 def of_sgd(event, **changes):
     """An empty record of a declared run."""
     names = {field.name for field in attrs.fields(type(event)) if field.name != "release_steps"}
-    names -= {"num_steps", "record_position", *LastIterateRun.series}
+    names -= {"num_steps", *LastIterateRun.series}
     return LastIterateRun(**({name: getattr(event, name) for name in names} | changes))
 
 

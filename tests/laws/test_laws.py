@@ -16,10 +16,12 @@ import pytest
 from dp_accounting import NeighboringRelation
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from runs import mu_at
 from scipy import stats
 from strategies import CYCLIC, EPOCHS, FULL, REPLACE_ONE, SAMPLED, events, sound_guarantees
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.process.noisy_process import unmet_conditions
 
 ADD_OR_REMOVE_ONE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
@@ -355,7 +357,6 @@ def test_one_step_is_the_gaussian_mechanism(run):
         event,
         num_steps=1,
         release_steps=(),
-        record_position=None,
         **{
             name: first(getattr(event, name))
             for name in ("noise_multiplier", "learning_rate", "clip_norm", "weight_decay")
@@ -374,9 +375,7 @@ def test_one_step_is_the_gaussian_mechanism(run):
 def test_one_epoch_costs_one_gaussian_mechanism(run):
     """The record takes part once, and its step has noise of its own."""
     event, relation = run
-    event = attrs.evolve(
-        event, num_steps=event.batches_per_epoch, release_steps=(), record_position=None
-    )
+    event = attrs.evolve(event, num_steps=event.batches_per_epoch, release_steps=())
     mu = (2 if relation is REPLACE_ONE else 1) * event.gradient_bound()[0]
     mu /= event.noise_std_on_sum()[0]
     for name, found in mus(event, relation).items():
@@ -431,25 +430,25 @@ def test_batches_before_the_record_do_not_matter(run, position):
     """Nothing differs before the record's first batch: it can be called the first of the epoch."""
     event, relation = run
     assume(position < min(event.batches_per_epoch, event.num_steps))
+    assume(not unmet_conditions(event, relation))
     releases = [r for r in event.release_steps if r > position]
-    here = attrs.evolve(event, record_position=position, release_steps=releases)
+    here = attrs.evolve(event, release_steps=releases)
     relabelled = attrs.evolve(
         event,
-        record_position=0,
         num_steps=event.num_steps - position,
         release_steps=[r - position for r in releases],
     )
-    assert mus(here, relation) == pytest.approx(mus(relabelled, relation), rel=ROUNDING)
+    found, expected = mu_at(here, position, relation), mu_at(relabelled, 0, relation)
+    assert found == pytest.approx(expected, rel=ROUNDING)
 
 
 @laws
 @given(events((CYCLIC,)))
 def test_the_worst_position_is_the_largest(run):
     event, relation = run
-    positions = range(event.batches_per_epoch)
-    each = [mus(attrs.evolve(event, record_position=p), relation) for p in positions]
-    for name, worst in mus(attrs.evolve(event, record_position=None), relation).items():
-        assert worst == pytest.approx(max(one[name] for one in each), rel=ROUNDING)
+    each = hsa.position_profile(event, 1e-5, relation)
+    worst = hsa.LastIterateAccountant(relation).compose(event).get_epsilon(1e-5)
+    assert each.max() == pytest.approx(worst, rel=ROUNDING)
 
 
 @laws

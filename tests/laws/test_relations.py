@@ -51,9 +51,6 @@ WAYS = {
     "calibrate_epochs": lambda r: hsa.calibrate_epochs(
         3.0, 1e-5, cyclic_run(noise_multiplier=8.0, weight_decay=0.0), neighboring_relation=r
     ),
-    "calibrate_weight_decay": lambda r: hsa.calibrate_weight_decay(
-        5.9, 1e-5, cyclic_run(), neighboring_relation=r
-    ),
     "audit": lambda r: hsa.audit((9.0, 1e-5), full_run(), neighboring_relation=r).lower_bound,
     "as_composition": lambda r: cyclic_run().as_composition(r).event.noise_multiplier,
     "guarantee": lambda r: hsa.Guarantee(GaussianCurve(1.0), r, "a claim").neighboring_relation,

@@ -291,11 +291,6 @@ class GridOracle:
     ):
         _check(event, gradients, domain)
         record = validate.integer("record", record, minimum=0, maximum=event.dataset_size - 1)
-        if event.record_position not in (None, record // event.batch_size):
-            raise ValueError(
-                f"Expected a record in batch record_position = {event.record_position}, got record "
-                f"{record} in batch {record // event.batch_size}."
-            )
         start = validate.real("start", start)
         if domain is not None and not domain[0] <= start <= domain[1]:
             raise ValueError(f"Expected start in the domain {domain}, got {start!r}.")

@@ -295,8 +295,6 @@ def curvatures(event: LastIterateDpEvent) -> tuple[float, float] | None:
 
 
 def _positions(event: LastIterateDpEvent) -> list[int]:
-    if event.record_position is not None:
-        return [event.record_position]
     if event.batch_order is not BatchOrder.CYCLIC:
         return [0]
     return sorted({0, (event.num_steps - 1) % event.batches_per_epoch})

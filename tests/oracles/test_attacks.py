@@ -75,13 +75,6 @@ def test_linear_losses_are_exact_at_every_position(seed):
     assert evidence.delta(0.7) == pytest.approx(delta_from_mu(best, 0.7), rel=1e-9)
 
 
-def test_a_declared_position_is_used():
-    worst = LinearLosses().evidence(cyclic_run(), SPECIAL, silent)
-    first = LinearLosses().evidence(cyclic_run(record_position=0), SPECIAL, silent)
-    assert first.delta(0.0) == pytest.approx(delta_from_mu(exact_mu(cyclic_run(), 0), 0.0))
-    assert first.delta(0.0) < worst.delta(0.0)
-
-
 def test_extreme_but_legal_parameters_leave_no_trace_of_overflow():
     event = full_run(
         learning_rate=[1e-74, 1e74, 1e-74], num_steps=3, noise_multiplier=1e-3, weight_decay=0.0

@@ -8,6 +8,7 @@ from cases import seeds
 from dp_accounting import NeighboringRelation
 from gaussian_oracle import GaussianOracle
 from quadratics import cyclic_batches, random_hessian
+from runs import mu_at
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.curves.gaussian import delta_from_mu
@@ -127,10 +128,9 @@ def test_one_cyclic_epoch_is_met_exactly_where_no_noise_comes_before(position, c
         dataset_size=8,
         num_steps=4,
         batch_order="cyclic",
-        record_position=position,
     )
     exact = exact_mu(event, hessians, [2 * position], np.random.default_rng(0), directions=1)
-    claimed = hsa.ShiftedInterpolationAccountant(RELATION).compose(event).guarantee.mu
+    claimed = mu_at(event, position, RELATION)
     if position == 0:
         assert claimed / exact == pytest.approx(1.0, abs=1e-11)
     # Noise from before the record's batch hides it in a quadratic, but not in every loss.
@@ -142,28 +142,22 @@ def test_worst_position_covers_every_position(steps):
     hessians = np.full((8, 1, 1), 0.5)
     rates = np.linspace(0.9, 0.1, steps)  # falling: the worst is not simply the last batch
 
-    def event(position):
-        return declared(
-            hessians,
-            gradient_bound=1.0,
-            noise_multiplier=2.0,
-            learning_rate=rates,
-            batch_size=2,
-            dataset_size=8,
-            num_steps=steps,
-            batch_order="cyclic",
-            record_position=position,
-        )
-
-    def claimed(position):
-        accountant = hsa.ShiftedInterpolationAccountant(RELATION).compose(event(position))
-        return accountant.guarantee.mu
-
+    event = declared(
+        hessians,
+        gradient_bound=1.0,
+        noise_multiplier=2.0,
+        learning_rate=rates,
+        batch_size=2,
+        dataset_size=8,
+        num_steps=steps,
+        batch_order="cyclic",
+    )
     rng = np.random.default_rng(0)
-    for position in range(4):
-        exact = exact_mu(event(position), hessians, [2 * position], rng, directions=1)
-        assert exact <= claimed(position) * (1 + 1e-12)
-    assert claimed(None) == pytest.approx(max(map(claimed, range(4))), rel=1e-12)
+    claimed = [mu_at(event, position, RELATION) for position in range(4)]
+    for position, mu in enumerate(claimed):
+        assert exact_mu(event, hessians, [2 * position], rng, directions=1) <= mu * (1 + 1e-12)
+    worst = hsa.ShiftedInterpolationAccountant(RELATION).compose(event).guarantee.mu
+    assert worst == pytest.approx(max(claimed), rel=1e-12)
 
 
 @pytest.mark.parametrize("order", ["full", "cyclic"])

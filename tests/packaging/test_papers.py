@@ -32,7 +32,7 @@ def test_a_script_writes_its_page_and_its_picture(name, tmp_path, monkeypatch):
     try:
         importlib.import_module(name).main(tmp_path, small=True)
     finally:
-        for module in (name, "networks", "pages", "sections"):
+        for module in (name, "baselines", "networks", "pages", "sections"):
             sys.modules.pop(module, None)
     text = (tmp_path / f"{name}.md").read_text("utf-8")
     assert PAPERS[name] in text
@@ -67,6 +67,7 @@ def test_what_the_index_names_exists():
         assert any((place / path).is_file() for place in places), path
     assert {path.stem for path in FOLDER.glob("*.py")} == {
         *PAPERS,
+        "baselines",
         "hoelder_estimate",
         "networks",
         "pages",

@@ -10,7 +10,6 @@ from hypothesis import assume
 from hypothesis import strategies as st
 from scipy import stats
 from strategies import (
-    CYCLIC,
     FULL,
     KINDS,
     REPLACE_ONE,
@@ -123,6 +122,11 @@ class GridRun:
             )
         return self.oracles[refine]
 
+    @property
+    def position(self):
+        """Of the record's batch in an epoch."""
+        return self.arguments["record"] // self.event.batch_size
+
     def delta(self, epsilon):
         return [e.lower_bound for e in self.estimates("delta", epsilon)]
 
@@ -203,7 +207,6 @@ def grid_runs(draw, orders=tuple(hsa.BatchOrder), most_steps=8, most_work=3e7):
         domain_diameter=math.inf if domain is None else domain[1] - domain[0],
         sampling_rate=rate,
         max_batch_size=cap,
-        record_position=record // batch if order is CYCLIC and draw(st.booleans()) else None,
     )
     arguments = {
         "gradients": gradients,

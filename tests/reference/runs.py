@@ -1,6 +1,19 @@
 """Events that several test files share."""
 
+import math
+
+import attrs
+from dp_accounting import NeighboringRelation
+
 import hidden_state_accountants as hsa
+from hidden_state_accountants.bounds.shifted_interpolation import worst_mu_squared
+from hidden_state_accountants.process.noisy_process import noisy_process
+
+
+def mu_at(event, position, relation=NeighboringRelation.REPLACE_SPECIAL):
+    """Theorem A for the records of one batch of an epoch."""
+    process = attrs.evolve(noisy_process(event, relation), positions=(position,))
+    return math.sqrt(worst_mu_squared(process))
 
 
 def cyclic_run(**changes):

@@ -158,10 +158,5 @@ def events(draw, orders=tuple(hsa.BatchOrder), constant=False):
         release_steps=draw(st.just([]) | st.lists(st.integers(1, steps), max_size=3)),
         sampling_rate=draw_sampling_rate(draw, order),
         max_batch_size=batch * period + 1 if order is SAMPLED[1] and draw(st.booleans()) else None,
-        record_position=(
-            draw(st.integers(0, min(period, steps) - 1))
-            if order is CYCLIC and draw(st.booleans())
-            else None
-        ),
     )
     return declared, relation

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
-from runs import cyclic_run, probe_run
+from runs import cyclic_run, mu_at, probe_run
 from shift_programs import least_squares_mu_squared
 
 import hidden_state_accountants as hsa
@@ -21,8 +21,7 @@ EPSILONS = (0.0, 0.2, 1.0, 2.5)
 
 
 def cyclic_mu(event, position):
-    at = attrs.evolve(event, batch_order="cyclic", record_position=position)
-    return hsa.ShiftedInterpolationAccountant().compose(at).guarantee.mu
+    return mu_at(attrs.evolve(event, batch_order="cyclic"), position)
 
 
 class TestShuffledOnce:

@@ -115,7 +115,7 @@ def test_segments_that_are_shorter_than_an_epoch():
     assert period > 2
     together = mu_squared_by_position(noisy_process(event, SPECIAL))
     alone = [
-        mu_squared_by_position(noisy_process(attrs.evolve(event, record_position=p), SPECIAL))[0]
+        mu_squared_by_position(attrs.evolve(noisy_process(event, SPECIAL), positions=(p,)))[0]
         for p in range(period)
     ]
     assert len(set(alone)) == period

@@ -26,7 +26,7 @@ CURVED = hsa.LossGeometry.strongly_convex(1.0, 0.1, lipschitz=1.0)
     [
         (ChienLi(), "Theorem 3.1", full_run(domain_diameter=0.5), ShiftedInterpolation()),
         (ChienLi(), "Theorem 3.7", full_run(loss=ROUGH), Hoelder()),
-        (ChienLi(), "Theorem A.1", cyclic_run(record_position=1), ShiftedInterpolation()),
+        (ChienLi(), "Theorem A.1", cyclic_run(), ShiftedInterpolation()),
         (ChienLi(), "Theorem A.1", cyclic_run(loss=ROUGH, domain_diameter=0.2), Hoelder()),
         (ChienLi(), "Corollary A.3", cyclic_run(batch_order="shuffled_once"), ShuffledOnce()),
         (ChienLi(), "Corollary A.3", cyclic_run(batch_order="shuffled_once", loss=ROUGH),
