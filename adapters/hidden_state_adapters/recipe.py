@@ -39,8 +39,9 @@ INTERCEPT_SHARE = 0.3
 """The constant feature of an intercept, in norms of a record."""
 _STATISTICS = 0.1  # of the squared mu of the target is for the statistics of the columns
 _COVARIANCE = 0.1  # of it is for their covariance, beside the statistics
-_TEMPERATURE = 0.03  # of it is for the temperature of probabilities
-_MOST_NOISE = 0.05  # in a mean of losses, in nats: with more a temperature is not worth its share
+_CORRECTION = 0.03  # of it is for what corrects probabilities or the intercept of a regression
+_MOST_NOISE = 0.025  # of its noise, in records: with more a correction is not worth its share
+_LONGEST_RESIDUAL = 0.5  # in a mean of residuals, for targets in [-1, 1]
 _SECONDS = 2.0  # between two lines of progress
 
 Progress = Callable[[int, int], None]
@@ -97,10 +98,9 @@ class Target:
         std = self.share(_COVARIANCE).noise_multiplier * moment_bound(self.relation)
         return self.centring_pays(records, columns) and noise_is_short(std, records, columns)
 
-    def temperature_pays(self, records: int) -> bool:
-        """Whether the noise in the mean losses is small: by public numbers alone."""
-        noise = self.share(_TEMPERATURE).noise_multiplier * temperature.RECORD_NORM
-        return noise / records <= _MOST_NOISE
+    def correction_pays(self, records: int) -> bool:
+        """Whether the noise in mean losses or residuals is small: by public numbers alone."""
+        return self.share(_CORRECTION).noise_multiplier / records <= _MOST_NOISE
 
 
 @attrs.frozen(eq=False)
@@ -111,13 +111,13 @@ class Recipe:
         run: The steps.
         statistics: The release of the statistics of the columns; None for none.
         covariance: That of their covariance after that; None for none.
-        temperature: That of the temperature of the probabilities; None for none.
+        correction: That of a temperature of probabilities or of a mean residual; None for none.
     """
 
     run: Candidate
     statistics: GaussianDpEvent | None = None
     covariance: GaussianDpEvent | None = None
-    temperature: GaussianDpEvent | None = None
+    correction: GaussianDpEvent | None = None
 
     @classmethod
     def of(
@@ -127,7 +127,7 @@ class Recipe:
         feature_norm: float,
         constant: float,
         has_statistics: bool,
-        has_temperature: bool,
+        has_correction: bool,
         has_covariance: bool = False,
         **options: Any,
     ) -> Recipe:
@@ -139,16 +139,16 @@ class Recipe:
             feature_norm: Of every record.
             constant: The feature of the intercept; 0 without one.
             has_statistics: Whether statistics of the columns are released.
-            has_temperature: Whether a temperature is, where that pays.
+            has_correction: Whether a correction is, where that pays.
             has_covariance: Whether their covariance is.
             **options: Loss, classes and clip norm, for `hidden_state_accountants.recommend`.
         """
         warn_of_delta(target.delta, shape[0])
         statistics = target.share(_STATISTICS) if has_statistics else None
         covariance = target.share(_COVARIANCE) if has_covariance else None
-        of_temperature = None
-        if has_temperature and target.temperature_pays(shape[0]):
-            of_temperature = target.share(_TEMPERATURE)
+        correction = None
+        if has_correction and target.correction_pays(shape[0]):
+            correction = target.share(_CORRECTION)
         run = hsa.recommend(
             shape[0],
             target.epsilon,
@@ -158,20 +158,20 @@ class Recipe:
             orders=["full"],
             momentum=True,
             neighboring_relation=target.relation,
-            spent=_together(statistics, covariance, of_temperature),
+            spent=_together(statistics, covariance, correction),
             **options,
         ).best
-        return cls(run, statistics, covariance, of_temperature)
+        return cls(run, statistics, covariance, correction)
 
     @property
     def beside(self) -> DpEvent | None:
         """What is released beside the steps."""
-        return _together(self.statistics, self.covariance, self.temperature)
+        return _together(self.statistics, self.covariance, self.correction)
 
     @property
     def event(self) -> DpEvent:
         """Everything that is released."""
-        released = (self.statistics, self.covariance, self.run.event, self.temperature)
+        released = (self.statistics, self.covariance, self.run.event, self.correction)
         parts = [event for event in released if event is not None]
         return parts[0] if len(parts) == 1 else ComposedDpEvent(parts)
 
@@ -223,12 +223,15 @@ class Recipe:
                     "together"
                 ),
             )
-        if self.temperature is not None:
+        if self.correction is not None:
+            what = "the losses at four temperatures, of every record together"
+            longest = temperature.RECORD_NORM
+            if self.run.loss == "squared_error":
+                what, longest = "the sum of the residuals, each", _LONGEST_RESIDUAL
             texts += (
                 Assumption.checked(
-                    "the losses at four temperatures, of every record together no longer than "
-                    f"{temperature.RECORD_NORM:g}, were released once, with Gaussian noise of "
-                    f"multiplier {self.temperature.noise_multiplier:.6g}; epsilon is that of "
+                    f"{what} no longer than {longest:g}, were released once, with Gaussian noise "
+                    f"of multiplier {self.correction.noise_multiplier:.6g}; epsilon is that of "
                     "everything together"
                 ),
             )
@@ -298,20 +301,46 @@ class Recipe:
             progress(step + 1, event.num_steps)
         return weights
 
-    def scale(self, losses: np.ndarray, generator: OwnGenerator) -> float:
+    def scale(
+        self, losses: Callable[[], np.ndarray], classes: int, generator: OwnGenerator
+    ) -> float:
         """What the logits are multiplied with for probabilities.
 
-        Formal guarantees: that of the event `temperature`, whatever the logits are.
+        Formal guarantees: that of the event `correction`, whatever the logits are.
 
         Args:
-            losses: Of `temperature.clipped_losses`, of all records.
+            losses: Returns those of `temperature.clipped_losses`, of all records.
+            classes: Their number.
             generator: Of the noise.
         """
-        if self.temperature is None:
-            return 1.0
-        std = self.temperature.noise_multiplier * temperature.RECORD_NORM
-        noisy = losses + generator.normal(std, losses.shape)
-        return temperature.best_scale(noisy / self.run.event.batch_size)
+        if self.correction is None:
+            run = self.run
+            target = Target(run.target_epsilon, run.delta, run.neighboring_relation)
+            records = run.event.dataset_size / target.share(1.0).noise_multiplier
+            return temperature.public_scale(classes, records)
+        return temperature.best_scale(self._mean(losses(), temperature.RECORD_NORM, generator))
+
+    def shift(self, residuals: Callable[[], np.ndarray], generator: OwnGenerator) -> float:
+        """What is added to the predictions of targets in [-1, 1]: their mean error.
+
+        Huber's loss finds about the median, which is not the mean where targets are skewed.
+
+        Formal guarantees: that of the event `correction`, whatever the residuals are.
+
+        Args:
+            residuals: Returns targets less predictions, of all records.
+            generator: Of the noise.
+        """
+        if self.correction is None:
+            return 0.0
+        cut = np.clip(residuals(), -_LONGEST_RESIDUAL, _LONGEST_RESIDUAL)
+        return float(self._mean(np.array([cut.sum()]), _LONGEST_RESIDUAL, generator)[0])
+
+    def _mean(self, total: np.ndarray, longest: float, generator: OwnGenerator) -> np.ndarray:
+        """The noisy mean, for a sum to which no record adds more than `longest`."""
+        assert self.correction is not None
+        noisy = total + generator.normal(self.correction.noise_multiplier * longest, total.shape)
+        return noisy / self.run.event.batch_size
 
 
 def _together(*events: GaussianDpEvent | None) -> DpEvent | None:

@@ -344,14 +344,24 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
     },
     "../adapters/hidden_state_adapters/recipe.py": {
+        "sklearn/test_temperature.py": {
+            "residuals_that_are_not_cut": (
+                "cut = np.clip(residuals(), -_LONGEST_RESIDUAL, _LONGEST_RESIDUAL)",
+                "cut = residuals()",
+            ),
+            "a_shift_with_half_the_noise": (
+                "return float(self._mean(np.array([cut.sum()]), _LONGEST_RESIDUAL, generator)[0])",
+                "return float(self._mean(np.array([cut.sum()]), 0.25, generator)[0])",
+            ),
+        },
         "sklearn/test_whitening.py": {
             "a_covariance_costs_nothing": (
                 "covariance = target.share(_COVARIANCE) if has_covariance else None",
                 "covariance = None",
             ),
             "a_covariance_is_composed_with_the_report_only": (
-                "released = (self.statistics, self.covariance, self.run.event, self.temperature)",
-                "released = (self.statistics, self.run.event, self.temperature)",
+                "released = (self.statistics, self.covariance, self.run.event, self.correction)",
+                "released = (self.statistics, self.run.event, self.correction)",
             ),
             "the_steps_spend_what_a_covariance_did": (
                 "spent=_together(statistics, covariance, of_temperature)",

@@ -1,4 +1,4 @@
-"""One temperature for probabilities: what one record moves, what it costs, and what it is worth."""
+"""Corrections after training: what one record moves, what they cost, and what they are worth."""
 
 import math
 
@@ -9,8 +9,15 @@ pytest.importorskip("sklearn")
 
 from sklearn.metrics import log_loss
 
-from hidden_state_adapters.sklearn import PrivateClassifier
-from hidden_state_adapters.temperature import RECORD_NORM, best_scale, clipped_losses
+from hidden_state_accountants.calibration import gaussian_log_mu
+from hidden_state_adapters.own_noise import OwnGenerator
+from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
+from hidden_state_adapters.temperature import (
+    RECORD_NORM,
+    best_scale,
+    clipped_losses,
+    public_scale,
+)
 
 pytestmark = pytest.mark.filterwarnings(  # the same records in every test
     "ignore::hidden_state_adapters.sklearn.PrivacyBudgetWarning"
@@ -53,6 +60,7 @@ def test_the_scale_is_that_of_the_least_loss():
 RNG = np.random.default_rng(2)
 X = RNG.normal(size=(3000, 4))
 HARD = (X[:, 0] + 3 * RNG.normal(size=3000) > 0).astype(int)
+SKEWED = np.clip(RNG.lognormal(0, 1, size=3000), 0, 9)
 
 
 def fitted(**changes):
@@ -65,7 +73,7 @@ def test_it_is_accounted_with_the_rest(relation):
     assert 0.9999 < model.guarantee_.epsilon(1e-5) <= 1
     clips = 2 if relation == "REPLACE_ONE" else 1
     parts = [
-        clips / model._recipe.temperature.noise_multiplier,
+        clips / model._recipe.correction.noise_multiplier,
         clips / model._recipe.statistics.noise_multiplier,
         8 * clips / model._recipe.run.event.noise_multiplier,
     ]
@@ -76,8 +84,6 @@ def test_it_is_accounted_with_the_rest(relation):
 
 def test_the_noise_is_the_accounted_one(monkeypatch):
     drawn = []
-    from hidden_state_adapters.own_noise import OwnGenerator
-
     normal = OwnGenerator.normal
     monkeypatch.setattr(
         OwnGenerator,
@@ -85,8 +91,10 @@ def test_the_noise_is_the_accounted_one(monkeypatch):
         lambda s, std, shape: (drawn.append((std, shape)), normal(s, std, shape))[1],
     )
     model = fitted()
-    multiplier = model._recipe.temperature.noise_multiplier
+    multiplier = model._recipe.correction.noise_multiplier
     assert drawn[-1] == (pytest.approx(RECORD_NORM * multiplier), (4,))
+    PrivateRegressor(target_bounds=(0, 9)).fit(X, SKEWED)
+    assert drawn[-1] == (pytest.approx(0.5 * multiplier), (1,))
 
 
 def test_probabilities_of_hard_labels_are_no_worse_than_the_base_rate_and_labels_stay():
@@ -99,11 +107,64 @@ def test_probabilities_of_hard_labels_are_no_worse_than_the_base_rate_and_labels
     assert np.mean(losses) < math.log(2) + 0.003
     plain = fitted(calibrate=False)
     assert plain.temperature_ == 1
-    assert plain._recipe.temperature is None
+    assert plain._recipe.correction is None
     assert log_loss(HARD, plain.predict_proba(X)) > np.mean(losses)
 
 
 def test_it_is_not_released_where_its_noise_exceeds_its_use():
-    model = fitted(epsilon=0.05)
-    assert model._recipe.temperature is None
-    assert model.temperature_ == 1
+    for relation, records in (("REPLACE_SPECIAL", 3000), ("REPLACE_ONE", 1500)):
+        model = fitted(epsilon=0.05, neighboring_relation=relation)
+        assert model._recipe.correction is None
+        mu = math.exp(gaussian_log_mu(0.05, 1e-5))
+        assert model.temperature_ == pytest.approx(1 / public_scale(2, records * mu))
+    assert fitted(epsilon=0.05, calibrate=False).temperature_ == 1
+    model = PrivateRegressor(0.05, target_bounds=(0, 9)).fit(X, SKEWED)
+    assert model._recipe.correction is None
+
+
+def test_the_public_temperature_is_that_of_logits_with_the_noise_of_a_run():
+    """Of two classes, whose own logits are spread as the noise is; less for many classes."""
+    random = np.random.default_rng(3)
+    for size in (1.0, 1.5):
+        clear = size * random.normal(size=20_000)
+        labels = (random.logistic(size=20_000) < clear).astype(int)
+        seen = clear + 1.45 * random.normal(size=20_000)
+        losses = [
+            log_loss(labels, 1 / (1 + np.exp(-s * seen))) for s in (1.0, public_scale(2, 1e6))
+        ]
+        assert losses[1] < losses[0] - 0.04
+    assert public_scale(2, 5) < public_scale(2, 1e6) < public_scale(10, 1e6) < 1
+
+
+def test_predictions_of_skewed_targets_have_their_mean():
+    errors = []
+    for calibrate in (True, False):
+        model = PrivateRegressor(3.0, target_bounds=(0, 9), calibrate=calibrate).fit(X, SKEWED)
+        errors.append(abs(np.mean(SKEWED - model.predict(X))))
+        assert 2.999 < model.guarantee_.epsilon(1e-5) <= 3
+        assert ("the sum of the residuals" in model.report_) == calibrate
+    assert errors[0] < errors[1] / 2
+    through_zero = PrivateRegressor(target_bounds=(-9, 9), fit_intercept=False).fit(X, SKEWED)
+    assert through_zero._recipe.correction is None
+    assert through_zero.intercept_ == 0
+
+
+@pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
+def test_no_residual_moves_the_shift_by_more_than_accounted(relation, monkeypatch):
+    """By attack: the last of the draws, for the targets at both bounds and a weight of zero."""
+    recipe = (
+        PrivateRegressor(target_bounds=(-1, 1), neighboring_relation=relation)
+        .fit(X, SKEWED / 9)
+        ._recipe
+    )
+    monkeypatch.setattr(OwnGenerator, "normal", lambda self, std, shape: np.zeros(shape))
+    rest = np.linspace(-2, 2, 2999)
+    shifts = [
+        recipe.shift(lambda last=last: np.r_[rest, last][:, None], OwnGenerator())
+        for last in (0.0, -2.0, 2.0)
+    ]
+    moved = 3000 * np.abs(np.diff(shifts, prepend=shifts[0]))
+    assert moved == pytest.approx([0, 0.5, 1.0])
+    norms = 2 if relation == "REPLACE_ONE" else 1
+    share = norms / recipe.correction.noise_multiplier
+    assert share**2 == pytest.approx(0.03 * recipe.guarantee().mu ** 2, rel=1e-3)

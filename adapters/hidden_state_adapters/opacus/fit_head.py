@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -81,8 +82,8 @@ def fit_head(
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one without gradient) or
             REPLACE_ONE.
         calibrate: Whether one temperature is released, with noise and accounted, so that the
-            softmax of the outputs is a probability (not where its noise exceeds its use). The
-            outputs are divided by it; the largest stays the largest.
+            softmax of the outputs is a probability (a public one where its noise exceeds its use).
+            The outputs are divided by it; the largest stays the largest.
         verbose: Whether progress is printed.
 
     Returns:
@@ -139,8 +140,9 @@ def fit_head(
 
     progress = PrintedProgress("fit_head", recipe.run) if verbose else silent
     weights = recipe.train(summed, (shape[1] + 1, outputs), generator, progress)
-    if recipe.temperature is not None:
-        weights = weights * recipe.scale(rows.clipped_losses(wanted, weights), generator)
+    if classes is not None and calibrate:
+        losses = functools.partial(rows.clipped_losses, wanted, weights)
+        weights = weights * recipe.scale(losses, classes, generator)
     if classes is None:
         head = rows.head(half * weights, middle)
     else:  # one logit is the difference of two

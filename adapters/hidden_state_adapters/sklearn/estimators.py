@@ -415,6 +415,11 @@ class PrivateLinearModel(BaseEstimator):
         return f"{text}\nfits: {self._fits}"
 
 
+def _store(self: Any, **arguments: Any) -> None:
+    """Makes attributes of the arguments of a constructor, as they are: scikit-learn wants that."""
+    vars(self).update(arguments)
+
+
 def clone_parameters(estimator: BaseEstimator) -> dict[str, Any]:
     """Copies of the parameters, as sklearn.base.clone makes them."""
     return {
@@ -472,8 +477,8 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         class_weight: A public number for each label (1 where it is left out); gradients are
             multiplied with them, divided by the largest. "balanced" would count the labels.
         calibrate: Whether one temperature for `predict_proba` is released, with noise and
-            accounted: 3 % of the squared mu of the target. It is not where records are so few, or
-            epsilon so small, that its noise exceeds its use. Labels do not change.
+            accounted: 3 % of the squared mu of the target. Where records are so few, or epsilon so
+            small, that its noise exceeds its use, it is a public number. Labels do not change.
         fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
         neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE: the number of records is public.
         verbose: Above 0: how far the training is, on the standard output. Nothing that is computed
@@ -486,7 +491,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         intercept_: Shape (1 or classes,).
         coef_of_columns_, intercept_of_columns_: The same in the units of the columns, for
             normalization="clip" and records that nothing cuts, as for `PrivateRegressor`.
-        temperature_: What logits are divided by for probabilities; 1 where none is released.
+        temperature_: What logits are divided by for probabilities; 1 without `calibrate`.
         n_features_in_, n_iter_: Of the training.
         privacy_event_: What was trained, for an accountant that composes several fits.
         guarantee_, report_: What is proved, and a statement to paste.
@@ -516,20 +521,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         neighboring_relation: Any = "REPLACE_SPECIAL",
         verbose: int = 0,
     ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.classes = classes
-        self.feature_norm = feature_norm
-        self.normalization = normalization
-        self.preprocessing = preprocessing
-        self.public_features = public_features
-        self.column_bounds = column_bounds
-        self.splines = splines
-        self.class_weight = class_weight
-        self.calibrate = calibrate
-        self.fit_intercept = fit_intercept
-        self.neighboring_relation = neighboring_relation
-        self.verbose = verbose
+        _store(**locals())
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PrivateClassifier:
         """Trains on records X, shape (records, features), with the labels y, shape (records,).
@@ -568,16 +560,20 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             classes=len(classes),
         )
         self.temperature_ = 1.0
-        if self._recipe.temperature is not None:
-            losses = sum(
-                clipped_losses(
-                    records.predictions(block, self._weights),
-                    codes[block],
-                    None if weights is None else weights[block],
-                )
-                for block in records.blocks()
-            )
-            self.temperature_ = 1 / self._recipe.scale(np.asarray(losses), generator)
+        if self.calibrate:
+
+            def losses() -> np.ndarray:
+                parts = [
+                    clipped_losses(
+                        records.predictions(block, self._weights),
+                        codes[block],
+                        None if weights is None else weights[block],
+                    )
+                    for block in records.blocks()
+                ]
+                return np.sum(parts, axis=0)
+
+            self.temperature_ = 1 / self._recipe.scale(losses, len(classes), generator)
         self._has_sample_weights = sample_weight is not None
         self.classes_ = classes
         self.coef_ = self._weights[:-1].T.copy()
@@ -699,6 +695,9 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         feature_norm: What longer records are cut to. Choose it from public knowledge.
         normalization: "clip" brings longer records to `feature_norm`, "scale" every one.
         preprocessing, public_features, column_bounds, splines: As for `PrivateClassifier`.
+        calibrate: Whether the mean of the residuals, each at most a quarter of the distance of the
+            bounds, is added to the intercept where its noise is small: it is released with noise
+            and accounted, 3 % of the squared mu of the target.
         fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
         neighboring_relation, verbose: As for `PrivateClassifier`.
 
@@ -725,24 +724,12 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         public_features: Any = None,
         column_bounds: Any = None,
         splines: Any = None,
+        calibrate: bool = True,
         fit_intercept: bool = True,
         neighboring_relation: Any = "REPLACE_SPECIAL",
         verbose: int = 0,
     ):
-        self.epsilon = epsilon
-        self.delta = delta
-        self.target_bounds = target_bounds
-        self.threshold = threshold
-        self.alpha = alpha
-        self.feature_norm = feature_norm
-        self.normalization = normalization
-        self.preprocessing = preprocessing
-        self.public_features = public_features
-        self.column_bounds = column_bounds
-        self.splines = splines
-        self.fit_intercept = fit_intercept
-        self.neighboring_relation = neighboring_relation
-        self.verbose = verbose
+        _store(**locals())
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> PrivateRegressor:
         """Trains on records X, shape (records, features), with the targets y, shape (records,).
@@ -762,17 +749,26 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         low, high = self._bounds()
         middle, half = (high + low) / 2, (high - low) / 2
         targets = np.clip((np.asarray(y, dtype=np.float64) - middle) / half, -1.0, 1.0)[:, None]
-        self._train(
+        records, generator = self._train(
             X,
             y,
             lambda index: targets[index],
             1,
             weights,
-            False,
+            self.calibrate and bool(self.fit_intercept),
             loss="squared_error",
             clip_norm=self.threshold,
             weight_decay=self.alpha,
         )
+
+        def residuals() -> np.ndarray:
+            parts = [records.predictions(b, self._weights) for b in records.blocks()]
+            found = targets - np.concatenate(parts)
+            return found if weights is None else found * weights[:, None]
+
+        if self.fit_intercept:
+            shift = self._recipe.shift(residuals, generator)
+            self._weights[-1] += shift / self._constant()
         self._has_sample_weights = sample_weight is not None
         self._middle, self._half = middle, half
         self.coef_ = half * self._weights[:-1, 0]
