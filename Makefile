@@ -49,19 +49,20 @@ define install
 '$(PYTHON)' tools/environment.py '$(PYTHON)' $(1) $(2) $(PIP_ARGS) $(3)
 endef
 
-.PHONY: help demo test test-once test-all test-exhaustive test-fast test-numpy2 test-keras3 test-python test-mutations tightness benchmarks utility papers gpu \
+.PHONY: help demo test test-once test-all test-exhaustive test-fast test-numpy2 test-keras3 test-python test-mutations rehearsal tightness benchmarks utility papers gpu \
     gpu-wheels docs release lint format clean distclean
 .NOTPARALLEL:
 
 help:
 	@echo "make demo         train a private model with Opacus and print its hidden-state epsilon"
 	@echo "make test         everything that CI runs: lint, then every behaviour once"
-	@echo "make test-all     every case: whole products, all seeds; then test-numpy2 and test-keras3 (nightly)"
+	@echo "make test-all     every case: whole products, all seeds; then rehearsal, test-numpy2 and test-keras3 (nightly)"
 	@echo "make test-fast    the core, the theorems, and what loops may do with the engine of Opacus; 90 seconds"
 	@echo "make test-numpy2  the core's and the Opacus adapter's quick tests with dp-accounting 0.6 and numpy 2"
 	@echo "make test-keras3  the Keras model that owns its run with the newest TensorFlow: with Keras 3, then with Keras 2"
 	@echo "make test-python  the same with PYTHON=python3.12, or 3.10 or 3.13, in an environment of its own"
 	@echo "make test-mutations  put one mistake at a time into the engine: the test of each must notice it (a quarter of an hour)"
+	@echo "make rehearsal    every path of the Opacus adapter on a pretend device, which c++ builds, or on DEVICE=cuda"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
 	@echo "make benchmarks   write docs/benchmarks/steps.md: steps of the Opacus optimizers against Opacus'"
 	@echo "make gpu          tests that need a CUDA device; writes docs/benchmarks/steps_cuda.md. Needs torch, no network"
@@ -85,7 +86,7 @@ test: lint test-once
 test-once: .venv/.test-installed
 	$(call PYTEST,.venv) $(PYTEST_ARGS) tests
 
-test-all: test-exhaustive test-numpy2 test-keras3
+test-all: test-exhaustive rehearsal test-numpy2 test-keras3
 
 test-exhaustive: .venv/.test-installed
 	$(call PYTEST,.venv) --exhaustive $(PYTEST_ARGS) tests
@@ -105,6 +106,9 @@ test-python: $(PYTHON_VENV)/.test-installed
 
 test-mutations: .venv/.test-installed
 	.venv/bin/python tests/mutation/check_mutations.py --workers $(WORKERS)
+
+rehearsal: .venv/.test-installed
+	PYTHONPATH=tests/rehearsal OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q $(PYTEST_ARGS) tests/rehearsal/rehearse.py
 
 tightness: .venv/.test-installed
 	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/tightness.py

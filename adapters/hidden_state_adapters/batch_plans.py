@@ -1,4 +1,4 @@
-"""Which records each step of a run uses: one plan for each kind of batch order.
+"""The records that each step of a run uses: one plan for each kind of batch order.
 
 No plan needs a training framework; every adapter that owns its data deals its batches by one.
 """
@@ -43,8 +43,8 @@ class RandomKeys:
     Attributes:
         seed: None reads the operating system's cryptographic source; there is no state that could
             leak. A seed makes draw number k a function of (seed, k).
-        secret: Of several processes that need the same integers: bytes that one of them read from
-            the operating system's source. Draw number k is SHAKE-128 of them and k, which nobody
+        secret: Bytes that one of several processes read from the operating system's source, for
+            the same integers in all. Draw number k is SHAKE-128 of them and k, which nobody
             tells from uniform integers who does not know them (FIPS 202). Without a seed only.
     """
 
@@ -69,7 +69,7 @@ class RandomKeys:
         return np.frombuffer(found, dtype=np.uint64)
 
     def size(self, number: int, law: Binomial) -> int:
-        """How many records join the batch of draw `number`."""
+        """The number of records that join the batch of draw `number`."""
         words = self._words(number, DRAWN_BITS // 64, _SIZE)
         return law.at(int.from_bytes(words.tobytes(), "little"))
 
@@ -81,7 +81,7 @@ class RandomKeys:
         exchanges draws that are equally likely, and when to stop depends on numbers only.
 
         Args:
-            number: Of the draw.
+            number: Number of the draw.
             count: Records, >= 1.
             size: 0 to `count`.
 
@@ -115,13 +115,13 @@ class RandomKeys:
 
 @attrs.frozen
 class Share:
-    """Which records of every batch one of several processes uses: every `count`-th one.
+    """The part of every batch that one of several processes uses: every `count`-th record.
 
     The shares of all processes are disjoint, and together they are the batch. Their sizes differ by
     one at most.
 
     Attributes:
-        rank: Of the process, from 0 on.
+        rank: Number of the process, from 0 on.
         count: Processes.
     """
 
@@ -130,7 +130,7 @@ class Share:
 
     @property
     def part(self) -> str:
-        """What it is, in words."""
+        """A name of the part, in words."""
         return "batch" if self.count == 1 else "part of the batch"
 
     def of(self, batch: list[int]) -> list[int]:
@@ -154,15 +154,15 @@ class BatchPlan:
         sampling_rate: Probability with which a record joins a batch of random size, if it is not
             b/n; or None.
         dataset_size: Number of records as the event has it (see `hide_size`).
-        repeats: Whether one draw holds for all epochs.
+        repeats: True if one draw holds for all epochs.
 
     Args:
         records: Indices of all records, in an order that does not depend on them; public.
         batch_size: b, what a step divides by; the expected size of batches of random sizes.
         order: Batch order that is accounted.
         keys: Source of the randomness, or None.
-        max_batch_size: See above.
-        sampling_rate: See above.
+        max_batch_size: The attribute.
+        sampling_rate: The attribute.
     """
 
     share = Share()
@@ -190,17 +190,17 @@ class BatchPlan:
 
     @property
     def is_secret(self) -> bool:
-        """Whether the guarantee needs that nobody learns which records a step used."""
+        """True if the guarantee needs that nobody learns which records a step used."""
         return self.order not in (BatchOrder.CYCLIC, BatchOrder.FULL)
 
     @property
     def is_seeded(self) -> bool:
-        """Whether the user's seed fixes everything that is drawn."""
+        """True if the user's seed fixes everything that is drawn."""
         return self._keys is not None and self._keys.seed is not None
 
     @property
     def is_shared(self) -> bool:
-        """Whether a secret that several processes have fixes everything that is drawn."""
+        """True if a secret that several processes have fixes everything that is drawn."""
         return self._keys is not None and self._keys.secret is not None
 
     @property
@@ -467,9 +467,9 @@ def plan_of(
         sampling_rate: Constant rate of those batches, whose divisor b is then constant; or None.
         num_batches: Poisson batches of one pass, as the user's loader counts them; None for n/b,
             rounded up.
-        drops: Whether the last records that fill no batch of an order with equal batches are left
-            out.
-        how: How the user says so, for an error.
+        drops: True to leave out the last records that fill no batch of an order with equal
+            batches.
+        how: Words with which the user says so, for an error.
 
     Raises:
         UnsupportedRunError: Equal batches cannot be made.

@@ -1,4 +1,4 @@
-"""What is known to have been fixed before the first step of a run, and what is the user's word."""
+"""The part of a run that is known to have been fixed before its first step, and the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def fixed_in_advance(run: Run, steps: Assumption, rates: str) -> Iterator[Assump
     """The assumptions about the number of steps and the hyper-parameters of a run.
 
     Args:
-        run: Its steps so far.
+        run: Steps so far.
         steps: What is said of their number.
         rates: What is known of the learning rates, which was compared; "" if nothing is.
     """
@@ -44,7 +44,7 @@ def fixed_in_advance(run: Run, steps: Assumption, rates: str) -> Iterator[Assump
 
 
 def steps_in_advance(taken: int, total: int | None) -> Assumption:
-    """What is said of the number of steps of a run.
+    """The assumption about the number of steps of a run.
 
     Args:
         taken: So far.

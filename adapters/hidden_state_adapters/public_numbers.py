@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 
 import numpy as np
 
 from hidden_state_accountants.figures import large_delta
+
+_logger = logging.getLogger("hidden_state_accountants")
 
 _ROUNDING = 1e-6
 
@@ -41,3 +44,12 @@ def warn_of_longest(norms: np.ndarray, feature_norm: float) -> None:
             UserWarning,
             stacklevel=2,
         )
+
+
+def warn_of_equal() -> None:
+    """Logs that some records of the data are equal, which oversampling makes."""
+    _logger.warning(
+        "some records of the data are equal. Epsilon protects one record: who is in the data k "
+        "times, or is oversampled, has about k times this epsilon. Keep one record for each "
+        "person. (Equal records of different persons are fine.)"
+    )

@@ -286,7 +286,7 @@ def test_equal_examples_are_warned_about(caplog):
         caplog.clear()
         cyclic_dataset(x, batch_size=4)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert "some examples of the data are equal" in caplog.text
+        assert "some records of the data are equal" in caplog.text
 
 
 @pytest.mark.parametrize(

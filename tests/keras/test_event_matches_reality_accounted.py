@@ -130,4 +130,4 @@ def test_row18_equal_examples_are_warned_about_once(make_run, caplog):
     run = make_run()
     run.x[1], run.y[1] = run.x[0], run.y[0]
     run.fit(cyclic_dataset(run.x, run.y, batch_size=4), epochs=2)
-    assert sum("examples of the data are equal" in text for text in caplog.messages) == 1
+    assert sum("records of the data are equal" in text for text in caplog.messages) == 1

@@ -20,8 +20,7 @@ from trial import BATCH, RECORDS, Trial
 from hidden_state_accountants import LossGeometry
 from hidden_state_adapters.opacus import (
     BlockCoordinateOptimizer,
-    DiceAdamOptimizer,
-    DiceSGDOptimizer,
+    DiceSGD,
     HiddenStatePrivacyEngine,
 )
 
@@ -61,7 +60,7 @@ LAYERS = {
     "mean": lambda: Mixes(lambda x: 0.5 * (x - x.mean(0))),
     "largest": lambda: Mixes(lambda x: x / x.norm(dim=1).max()),
     "guard": lambda: Mixes(lambda x: x / (x.norm(dim=1).max() / 3).clamp(min=1.0)),
-    "batch_norm": lambda: nn.BatchNorm1d(FEATURES, affine=False),
+    "batch_norm": lambda: nn.BatchNorm1d(FEATURES, track_running_stats=False),
     "counts": Counts,
 }
 
@@ -321,7 +320,7 @@ class OpacusTrial(Trial):
 
     @contextlib.contextmanager
     def interrupted_update(self):
-        is_plain = self.is_computed and "optimizer_class" not in self.arguments
+        is_plain = self.is_computed and not {"optimizer_class", "mechanism"} & self.arguments.keys()
         if self.takes_closure or is_plain:
             raise NotImplementedError("the step calls no inner optimizer")
 
@@ -336,7 +335,7 @@ class OpacusTrial(Trial):
         self.made_private(HiddenStatePrivacyEngine())
 
     def begin_with_a_convex_loss_of_two_layers(self):
-        if self.is_composed or "error_max_grad_norm" in self.arguments:
+        if self.is_composed or "mechanism" in self.arguments:
             raise NotImplementedError("convexity is of no use")
         self.model.backbone.requires_grad_(True)
         convex = {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": None}
@@ -390,15 +389,13 @@ def a_group_for_each(head, rate):
     return torch.optim.SGD([{"params": [p]} for p in head.parameters()], lr=rate)
 
 
-def dice(kind, base, **arguments):
+def dice(base, **arguments):
     return functools.partial(
         OpacusTrial,
         base=one_group(base),
         start={"learning_rate": 0.3, "noise_multiplier": 20.0, "clip_norm": 0.1},
         arguments={
-            "optimizer_class": kind,
-            "error_max_grad_norm": 0.02,
-            "gradient_bound": BOUND,
+            "mechanism": DiceSGD(error_max_grad_norm=0.02, gradient_bound=BOUND),
             **arguments,
         },
         is_computed="feature_norm" in arguments,
@@ -437,9 +434,9 @@ OPTIMIZERS = {
     ),
     "composed": composed(torch.optim.SGD, {}, weight_decay=0.1),
     "composed_adam": composed(torch.optim.Adam, HOOKS),
-    "dice_sgd": dice(DiceSGDOptimizer, torch.optim.SGD),
-    "dice_of_a_known_loss": dice(DiceSGDOptimizer, torch.optim.SGD, feature_norm=1.0),
-    "dice_adam": dice(DiceAdamOptimizer, torch.optim.Adam, **HOOKS),
+    "dice_sgd": dice(torch.optim.SGD),
+    "dice_of_a_known_loss": dice(torch.optim.SGD, feature_norm=1.0),
+    "dice_adam": dice(torch.optim.Adam, **HOOKS),
     "block_coordinate": functools.partial(
         OpacusTrial,
         base=a_group_for_each,

@@ -10,11 +10,7 @@ from opacus_dice_engine import CLIP, ERROR_CLIP, RATE
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hidden_state_adapters.opacus import (
-    DiceAdamOptimizer,
-    DiceSGDOptimizer,
-    HiddenStatePrivacyEngine,
-)
+from hidden_state_adapters.opacus import DiceSGD, HiddenStatePrivacyEngine
 
 RECORDS, FEATURES, CLASSES, BATCH = 60, 5, 3, 10
 
@@ -122,10 +118,14 @@ def make_dice(make_run, dataset):
         model = kwargs.pop("model", None) or nn.Linear(5, 3).double()
         kind = torch.optim.Adam if variant == "adam" else torch.optim.SGD
         optimizer = kind(model.parameters(), **{"lr": RATE, **(base or {})})
-        arguments = {
-            "optimizer_class": DiceAdamOptimizer if variant == "adam" else DiceSGDOptimizer,
+        options = {
             "error_max_grad_norm": CLIP if variant == "automatic" else ERROR_CLIP,
             "automatic": variant == "automatic",
+        }
+        names = [field.name for field in attrs.fields(DiceSGD)]
+        options |= {name: kwargs.pop(name) for name in names if name in kwargs}
+        arguments = {
+            **({} if "optimizer_class" in kwargs else {"mechanism": DiceSGD(**options)}),
             "max_grad_norm": CLIP,
             "noise_multiplier": 20.0,
             "loss_geometry": None,

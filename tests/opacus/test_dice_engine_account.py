@@ -15,7 +15,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus import (
     Batches,
-    DiceSGDOptimizer,
+    DiceSGD,
     HiddenStatePrivacyEngine,
 )
 
@@ -62,9 +62,8 @@ def updates(gradients, order, automatic):
     model, optimizer, loader = engine.make_private(
         module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
         data_loader=DataLoader(TensorDataset(gradients), batch_size=2), noise_multiplier=1.0,
-        max_grad_norm=0.5, error_max_grad_norm=0.2, batch_order=order, automatic=automatic,
-        optimizer_class=DiceSGDOptimizer, noise_generator=torch.Generator().manual_seed(0),
-        gradient_bound=float(gradients.norm(dim=1).max()),
+        max_grad_norm=0.5, batch_order=order, noise_generator=torch.Generator().manual_seed(0),
+        mechanism=DiceSGD(0.2, automatic, float(gradients.norm(dim=1).max())),
     )  # fmt: skip
     seen = []
     for _ in range(5):
@@ -260,8 +259,7 @@ def test_noise_for_a_target(make_run, dataset, order, variant, spends):
         target_epsilon=target, target_delta=DELTA, epochs=2, module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=RATE),
         data_loader=DataLoader(dataset, batch_size=10), max_grad_norm=CLIP, batch_order=order,
-        optimizer_class=DiceSGDOptimizer, error_max_grad_norm=ERROR_CLIP,
-        automatic=variant == "automatic", gradient_bound=BOUND,
+        mechanism=DiceSGD(ERROR_CLIP, automatic=variant == "automatic", gradient_bound=BOUND),
     )  # fmt: skip
     for _ in range(2):
         for features, labels in loader:
@@ -286,7 +284,7 @@ def test_a_target_that_is_spent(make_dice):
         run.engine.make_private_with_epsilon(
             target_epsilon=1.0, target_delta=DELTA, epochs=2, module=run.model,
             optimizer=torch.optim.SGD(run.model.parameters(), lr=RATE), max_grad_norm=CLIP,
-            data_loader=run.loader, optimizer_class=DiceSGDOptimizer, batch_order="cyclic",
+            data_loader=run.loader, mechanism=DiceSGD(), batch_order="cyclic",
         )  # fmt: skip
 
 
@@ -294,7 +292,7 @@ def test_a_target_and_a_number_of_steps_have_to_agree(make_dice):
     run = make_dice()
     arguments = {
         "module": nn.Linear(5, 3), "data_loader": run.loader, "max_grad_norm": CLIP,
-        "optimizer_class": DiceSGDOptimizer, "target_epsilon": 1.0, "target_delta": DELTA,
+        "mechanism": DiceSGD(), "target_epsilon": 1.0, "target_delta": DELTA,
         "batch_order": "cyclic",
     }  # fmt: skip
     arguments["optimizer"] = torch.optim.SGD(arguments["module"].parameters(), lr=RATE)

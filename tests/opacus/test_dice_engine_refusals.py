@@ -25,7 +25,6 @@ BOUND = 2.0001
     [
         ({"optimizer_class": object}, hsa.UnsupportedRunError, "steps of these only"),
         ({"optimizer_class": type("Own", (DiceSGDOptimizer,), {})}, hsa.UnsupportedRunError, "Own"),
-        ({"optimizer_class": None}, TypeError, "Unknown argument of make_private: automatic"),
         ({"optimizer_class": DiceAdamOptimizer}, hsa.UnsupportedRunError, "Adam or torch.optim.Ad"),
         ({"loss_geometry": hsa.LossGeometry.convex(1.0)}, hsa.UnsupportedRunError, "of the loss"),
         ({"after": BallProjection(5.0)}, hsa.UnsupportedRunError, "not in the algorithm"),

@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import (
-    DiceSGDOptimizer,
+    DiceSGD,
     HiddenStatePrivacyEngine,
 )
 
@@ -377,7 +377,7 @@ def test_row13_a_state_dict_is_no_checkpoint(make_run, tmp_path):
 
 
 def test_row16_the_error_of_dice_is_in_no_state(make_run, tmp_path):
-    run = make_run(optimizer_class=DiceSGDOptimizer, loss_geometry=None, max_grad_norm=0.01)
+    run = make_run(mechanism=DiceSGD(), loss_geometry=None, max_grad_norm=0.01)
     run.epoch()
     states = [run.optimizer.state_dict(), dict(run.optimizer.state), run.model.state_dict()]
     assert not any(state for state in states[0]["state"].values())
@@ -393,7 +393,7 @@ def test_row16_the_error_of_dice_is_in_no_state(make_run, tmp_path):
 def test_row16_automatic_dice_is_never_below_dice(make_run):
     epsilons = []
     for automatic in (False, True):
-        run = make_run(optimizer_class=DiceSGDOptimizer, loss_geometry=None, automatic=automatic)
+        run = make_run(mechanism=DiceSGD(automatic=automatic), loss_geometry=None)
         run.epoch()
         assert run.engine.privacy_event.automatic is automatic
         epsilons.append(run.engine.get_epsilon(DELTA))

@@ -271,7 +271,6 @@ WITH_STATE = {
 @pytest.mark.parametrize(
     ("layer", "text"),
     [
-        (nn.BatchNorm1d(5), "BatchNorm1d 'state' in train.. mode with those of its initialisation"),
         (nn.BatchNorm1d(5, affine=False), "BatchNorm1d 'state' in train"),
         (
             nn.BatchNorm1d(5, track_running_stats=False),

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine, fit_head
 
@@ -24,6 +24,17 @@ def data(*, normalised=False):
     if normalised:
         features = nn.functional.normalize(features)
     return TensorDataset(features, torch.arange(60) % 3)
+
+
+@pytest.mark.parametrize("subset", [False, True])
+def test_equal_records(make_run, caplog, subset):
+    x, y = data().tensors
+    twice = torch.cat([x[:30], x[:30]])
+    for tensors, count in (([x, y], 0), ([twice, y], 1), ([twice, torch.arange(60)], 0)):
+        caplog.clear()
+        made = TensorDataset(*tensors)
+        make_run(loader={"dataset": Subset(made, range(0, 60, 2)) if subset else made})
+        assert sum("records of the data are equal" in text for text in caplog.messages) == count
 
 
 def test_a_large_delta(make_run):

@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus import (
     BallProjection,
-    DiceAdamOptimizer,
-    DiceSGDOptimizer,
+    DiceSGD,
     HiddenStatePrivacyEngine,
 )
 
@@ -67,15 +66,15 @@ def test_dice(variant):
         base = torch.optim.Adam(
             model.parameters(), lr=shared.RATE, betas=shared.BETAS, eps=shared.ADAM_EPSILON
         )
-        cls = DiceAdamOptimizer
     else:
         base = torch.optim.SGD(model.parameters(), lr=shared.RATE)
-        cls = DiceSGDOptimizer
     model, optimizer, loader = HiddenStatePrivacyEngine().make_private(
         module=model, optimizer=base, data_loader=data(), noise_multiplier=0.0,
-        max_grad_norm=shared.CLIP, batch_order="cyclic", optimizer_class=cls,
-        error_max_grad_norm=shared.CLIP if variant == "automatic" else shared.ERROR_CLIP,
-        automatic=variant == "automatic",
+        max_grad_norm=shared.CLIP, batch_order="cyclic",
+        mechanism=DiceSGD(
+            error_max_grad_norm=shared.CLIP if variant == "automatic" else shared.ERROR_CLIP,
+            automatic=variant == "automatic",
+        ),
     )  # fmt: skip
     found = iterates(model, optimizer, loader)
     np.testing.assert_allclose(found, shared.dice_iterates(variant), rtol=0, atol=1e-12)

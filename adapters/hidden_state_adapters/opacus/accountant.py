@@ -453,7 +453,7 @@ class HiddenStateAccountant(IAccountant):
         runs are added as they were. Without a current run all are added, ended.
 
         Raises:
-            ValueError: As `IAccountant.load_state_dict`, or the states do not belong together.
+            ValueError: Opacus does not take the state, or the states do not belong together.
         """
         if len(self):
             raise ValueError(

@@ -49,7 +49,7 @@ def records_are_apart(
     dim: int = 0,
     further: Sequence[Version] = (),
 ) -> bool | None:
-    """Whether half of a batch gives the same alone, and beside other records.
+    """Tells whether half of a batch gives the same alone, and beside other records.
 
     Dropout is switched off for the look, and all else that eval() switches off where that does not
     make the model repeat itself.
@@ -81,7 +81,7 @@ def _copy(value: Any) -> Any:
 def losses_add_up(
     module: nn.Module, compute: Callable[[Call], Sequence[torch.Tensor]], call: Call, rows: int
 ) -> bool | None:
-    """Whether every single number of a batch is the mean, or the sum, of those of its two halves.
+    """Tells whether every number of a batch is the mean, or the sum, of those of its two halves.
 
     Losses of records add up so: a mean over all tokens, with class weights, or of pairs does not.
 
@@ -120,7 +120,7 @@ def outputs_of(
     rows: int,
     dim: int = 0,
 ) -> list[torch.Tensor]:
-    """What a model computes for the records; see `records_are_apart`."""
+    """Returns what a model computes for the records; see `records_are_apart`."""
     return _Look(module, compute, dim, ()).computed(call, rows)
 
 
@@ -174,7 +174,7 @@ class _Look:
     def _repeats(
         self, call: Call, rows: int, whole: Sequence[torch.Tensor], *, draws_alike: bool
     ) -> bool:
-        """Whether the model computes the same again: with other random numbers, or with these."""
+        """Tells whether the model computes the same again: with other random numbers, or these."""
         with random_numbers_as_before(tree_leaves(call)):
             for _ in range(2):
                 again = self.computed(call, rows, is_random=True)
@@ -183,12 +183,12 @@ class _Look:
         )
 
     def computed(self, call: Call, rows: int, *, is_random: bool = False) -> list[torch.Tensor]:
-        """What has an entry for every record."""
+        """Returns the results that have an entry for every record."""
         found = self._of(call, is_random)
         return [x for x in found if x.dim() > self._dim and x.shape[self._dim] == rows]
 
     def numbers(self, call: Call, *, is_random: bool = False) -> torch.Tensor:
-        """What is one number for a batch."""
+        """Returns the results that are one number for a batch."""
         found = [x.double().cpu() for x in self._of(call, is_random) if x.dim() == 0]
         return torch.stack(found) if found else torch.empty(0)
 
@@ -211,7 +211,7 @@ class _Look:
         return found
 
     def _are_near(self, found: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> bool:
-        """Whether two results are equal, up to rounding."""
+        """Tells whether two results are equal, up to rounding."""
         return all(map(self._is_near, found, own))
 
     def _is_near(self, found: torch.Tensor, own: torch.Tensor) -> bool:
@@ -287,11 +287,11 @@ class Collated:
     """Hands parts of a batch to the loader's collate_fn, each by itself.
 
     Attributes:
-        is_custom: Whether the collate_fn is not torch's, which takes every record by itself.
+        is_custom: True if the collate_fn is not torch's, which takes every record by itself.
 
     Args:
         plan: The batches.
-        loader: As it was passed.
+        loader: The user's loader.
     """
 
     def __init__(self, plan: BatchPlan, loader: DataLoader):
@@ -331,7 +331,7 @@ class Collated:
         ]
 
     def tensors(self, piece: Piece) -> list[torch.Tensor]:
-        """What the loader deals of a piece.
+        """Returns what the loader deals of a piece.
 
         Args:
             piece: The first records of their batch.
@@ -366,13 +366,13 @@ def _replaced(call: Call, whole: Sequence[torch.Tensor], half: Sequence[torch.Te
 def losses_are_apart(
     criterion: Any, outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], divides: bool
 ) -> bool | None:
-    """Whether the gradient of every record is the same in a part of the batch.
+    """Tells whether the gradient of every record is the same in a part of the batch.
 
     Args:
         criterion: A function of outputs and targets.
         outputs: What the model computed; the first dimension counts the records.
         tensors: What the loader dealt; the last one that the criterion takes is the targets.
-        divides: Whether the loss of a batch is the mean of those of its records, not the sum.
+        divides: True if the loss of a batch is the mean of those of its records, not the sum.
 
     Returns:
         None where it takes none of them.
@@ -397,12 +397,12 @@ def _as_it_is(criterion: Loss) -> Loss:
 
 
 def _as_outputs(criterion: Loss) -> Loss:
-    """Of targets in the shape and type of the outputs."""
+    """The criterion of targets in the shape and type of the outputs."""
     return lambda output, target: criterion(output, target.reshape(output.shape).to(output))
 
 
 def _as_positions(criterion: Loss) -> Loss:
-    """Of classes at every position of every record, as a loop flattens them."""
+    """The criterion of classes at every position of every record, as a loop flattens them."""
     return lambda output, target: criterion(output.flatten(0, -2), target.flatten())
 
 
@@ -427,7 +427,7 @@ def _parts(rows: int) -> Iterator[range]:
 def _gradient(
     loss: Loss, output: torch.Tensor, target: torch.Tensor, divides: bool
 ) -> torch.Tensor:
-    """Of the losses of the records, in their outputs."""
+    """The gradient of the losses of the records in their outputs."""
     output = output.detach().clone().requires_grad_()
     with torch.enable_grad(), torch.autocast("cpu", enabled=False):
         value = loss(output, target)

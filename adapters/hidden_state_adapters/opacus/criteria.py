@@ -130,7 +130,7 @@ class KnownCriterion:
         return {"type": type(self.criterion).__name__, **found, **given}
 
     def takes(self, target: torch.Tensor, output: torch.Tensor) -> bool:
-        """Whether `target` has a form in which the targets of `output` may come."""
+        """Tells whether `target` has a form in which the targets of `output` may come."""
         if not isinstance(self.criterion, nn.CrossEntropyLoss | EnvelopeCrossEntropyLoss):
             return target.numel() == output.numel() and target.shape[:1] == output.shape[:1]
         if target.is_floating_point():
@@ -401,5 +401,5 @@ def _after(module: nn.Module, head: nn.Module) -> list[nn.Module]:
 
 
 def _is_known_hook(hook: Any) -> bool:
-    """Whether Opacus or this package registered a hook: those leave the values alone."""
+    """Tells whether Opacus or this package registered a hook: those leave the values alone."""
     return getattr(hook, "__module__", "").startswith(("opacus.", "hidden_state_adapters."))

@@ -1,4 +1,4 @@
-"""What `make_private` was told about a run and what follows, before anything is changed."""
+"""The arguments of a run and what follows from them, before anything is changed."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class DeclaredRun:
         frozen: What is kept in eval() mode.
         maps: What follows every step, by name: "prox", then "projection".
         schedule: What was declared about learning rates and the number of steps.
-        relation: Of the guarantee.
+        relation: Neighbouring relation of the guarantee.
         group: The processes that train it together; None for one.
     """
 
@@ -93,12 +93,12 @@ class DeclaredRun:
         return KnownCriterion.of(self.arguments.criterion, self.head.out_features)
 
     def fields(self, noise_multiplier: float) -> dict[str, Any]:
-        """What has to be the same where a run goes on, beside what its recorder compares.
+        """The fields that are the same where a run goes on, beside those its recorder compares.
 
         In plain types, for a checkpoint.
 
         Args:
-            noise_multiplier: As declared.
+            noise_multiplier: Noise multiplier of the start.
         """
         arguments, known = self.arguments, self.known_criterion
         norms = arguments.max_grad_norm
@@ -148,8 +148,8 @@ class DeclaredRun:
         """Checks arguments and derives what follows; nothing is changed.
 
         Args:
-            arguments: Of `make_private`, with the optimizer of the run.
-            relation: Of the guarantee.
+            arguments: Arguments of `make_private`, with the optimizer of the run.
+            relation: Neighbouring relation of the guarantee.
             group: The processes that train it together; None for one.
 
         Raises:
@@ -165,7 +165,7 @@ class DeclaredRun:
         is_composed = arguments.optimizer_class.is_composed
         check_parameters(inner, optimizer, allows_half=is_composed and group is None)
         trained = [p for p in inner.parameters() if p.requires_grad]
-        check_noise_source(trained, arguments.opacus.get("noise_generator"))
+        check_noise_source(trained, arguments.noise_generator)
         maps = arguments.after or {}
         frozen = FrozenPart(
             inner,
@@ -251,7 +251,7 @@ def unwrapped(arguments: RunArguments) -> tuple[nn.Module, Optimizer]:
 
 
 def is_shared(arguments: RunArguments) -> bool:
-    """Whether several processes train the run together.
+    """Tells whether several processes train the run together.
 
     Raises:
         TypeError, UnsupportedRunError: As `group.trains_together`.

@@ -18,11 +18,11 @@ def diagnosis(
     slopes_at: Callable[[torch.Tensor], torch.Tensor],
     got: torch.Tensor,
 ) -> str:
-    """What a user would recognise.
+    """Describes the difference in words that a user recognises.
 
     Args:
-        output: Of the head, shape (rows, outputs).
-        target: Of the batch that was dealt.
+        output: Output of the head, shape (rows, outputs).
+        target: Targets of the batch that was dealt.
         slopes_at: Gives the slopes of the declared loss at targets, shape (rows, outputs).
         got: What the backward pass left there, of the loss of a record.
     """

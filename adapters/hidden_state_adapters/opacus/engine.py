@@ -53,7 +53,7 @@ from hidden_state_adapters.opacus.sampled import SampledRun
 from hidden_state_adapters.opacus.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.source import LOSS_OF_RECORDS
 from hidden_state_adapters.opacus.wrappers import HeadModule, RowLosses, private_module
-from hidden_state_adapters.public_numbers import warn_of_delta, warn_of_longest
+from hidden_state_adapters.public_numbers import warn_of_delta, warn_of_equal, warn_of_longest
 
 _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never the smaller one
 _logger = logging.getLogger("hidden_state_accountants")
@@ -82,8 +82,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one with zero gradient),
             REPLACE_ONE, or ADD_OR_REMOVE_ONE for Poisson batches with a constant rate and divisor
             (`Batches`), by composition.
-        secure_mode: As for Opacus; needs torchcsprng. Secret orders come from the operating
-            system's random source either way.
+        secure_mode: Opacus' secure mode, which needs torchcsprng. Secret orders come from the
+            operating system's random source either way.
         accountant: "hidden_state"; there for the signature of PrivacyEngine. "prv" and "rdp" of a
             stock script are taken for it: epsilon is at most theirs.
     """
@@ -108,7 +108,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     @property
     def accountant(self) -> HiddenStateAccountant:
-        """What accounts the runs of this engine; it cannot be replaced.
+        """The accountant of the runs of this engine; it cannot be replaced.
 
         Raises:
             UnsupportedRunError: If something is assigned: the steps so far would be missing there.
@@ -185,11 +185,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 loss_geometry: A LossGeometry that you proved, of another loss. ("auto" is that of
                 criterion and feature_norm.)
 
-                targets: Of a known loss: what the loop makes of the labels of a batch (the last
-                tensor that the loader deals), a function of that tensor; None: nothing, but a cast
-                or another shape. It must not depend on the model: no pseudo-labels.
+                targets: Function that the loop applies to the last tensor of every batch for a
+                known loss; None if it only casts or reshapes it. It must not depend on the model:
+                no pseudo-labels.
 
-                loop_maps_records: Of a hidden state or a mechanism: True declares that what the
+                loop_maps_records: True declares, for a hidden state or a mechanism, that what the
                 loop does to records before the model it does to every record by itself, whatever
                 the model is: no mixup, no mean or largest norm of the batch, no adversarial
                 examples, no hard-example mining. False compares, in every step, the tensors that go
@@ -224,7 +224,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 optimizer, where every step counts, elsewhere. What makes no sense with one of them
                 is refused.
 
-                distributed: Whether the processes of torch.distributed train one model together
+                distributed: True if the processes of torch.distributed train one model together
                 (docs/distributed.md). None: they do if there are several, and the module is in
                 Opacus' DPDDP or torch's DistributedDataParallel. b is the batch size of all of
                 them together, and the loader has all records in each.
@@ -240,7 +240,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 module object, not from one that was changed by hand), or that run has no event.
             TypeError, ValueError: An argument has an impossible value.
         """
-        arguments = _arguments_of(
+        arguments = RunArguments.of(
             module=module,
             optimizer=optimizer,
             data_loader=data_loader,
@@ -270,16 +270,16 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             target_delta: In (0, 1).
             epochs: Passes over the private loader that will be trained. Must agree with num_steps
                 and schedule.
-            epsilon_tolerance: How far below the target Opacus may stay. The noise that is found
-                here is the smallest in any case; there for the calls of stock scripts.
-            **arguments: Of `make_private`, without noise_multiplier.
+            epsilon_tolerance: Argument of Opacus, for the calls of stock scripts; the noise that is
+                found here is the smallest in any case.
+            **arguments: Arguments of `make_private`, without noise_multiplier.
 
         Returns:
             As `make_private`; `optimizer.noise_multiplier` is what was found.
 
         Raises:
             ValueError: No noise meets the target; the text says why. Otherwise as `make_private`.
-            UnsupportedRunError: As `make_private`; or a scheduler moves the learning rate, which
+            UnsupportedRunError: See `make_private`; or a scheduler moves the learning rate, which
                 epsilon depends on, and no schedule was passed.
         """
         if "noise_multiplier" in arguments:
@@ -287,7 +287,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"Expected epochs to be an integer >= 1, got {epochs!r}.")
         return self._start(
-            _arguments_of(**arguments),
+            RunArguments.of(**arguments),
             lambda declared, earlier: self._calibrate(
                 declared, earlier, target_epsilon, target_delta, epochs
             ),
@@ -343,6 +343,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         is_calibrated: bool = False,
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         """Declares a run and starts it: in all of several processes, or in none."""
+        arguments = _with_optimizer_class(arguments)
         group, relation = self._join(arguments), self.accountant.neighboring_relation
         agreed: Any = _alone if group is None else group.agreed
 
@@ -372,15 +373,14 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def _make(
         self, declared: DeclaredRun, noise_multiplier: float, started: list[TrainingRun]
     ) -> Any:
-        """What `make_private` returns.
+        """Returns what `make_private` returns.
 
         Args:
             declared: The run.
-            noise_multiplier: Its noise.
+            noise_multiplier: Noise multiplier of the run.
             started: Is given the run as soon as the model has hooks of it.
         """
-        arguments, opacus = declared.arguments, declared.arguments.opacus
-        generator = opacus.get("noise_generator")
+        arguments, generator = declared.arguments, declared.arguments.noise_generator
         if self.secure_mode and generator is not None:
             raise ValueError("Expected no noise_generator in secure mode, got one.")
         if self._run is not None:
@@ -399,12 +399,14 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             generator=self.secure_rng if self.secure_mode else generator,
             secure_mode=self.secure_mode,
         )
-        is_first = opacus.get("batch_first", True)
-        loader = private_loader(loader, plan, run.cursor, batch_first=is_first)
+        loader = private_loader(loader, plan, run.cursor, batch_first=arguments.batch_first)
         run.modules = (arguments.module, declared.inner, module)
         norm = arguments.feature_norm
-        if norm is not None and declared.head is declared.inner and loader.rows is not None:
-            warn_of_longest(loader.rows.norms(), norm)
+        if loader.rows is not None:
+            if norm is not None and declared.head is declared.inner:
+                warn_of_longest(loader.rows.norms(), norm)
+            if loader.rows.are_equal():
+                warn_of_equal()
         if not arguments.is_ghost:
             return module, optimizer, loader
         criterion = arguments.criterion
@@ -417,7 +419,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         arguments, source = run.declared.arguments, run.source
         module: Any = arguments.module
         options = {
-            "batch_first": arguments.opacus.get("batch_first", True),
+            "batch_first": arguments.batch_first,
             "loss_reduction": arguments.loss_reduction,
         }
         if isinstance(module, HeadModule):
@@ -428,8 +430,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         made = private_module(
             module,
             max_grad_norm=arguments.clip_norm,
-            grad_sample_mode=arguments.opacus.get("grad_sample_mode", "hooks"),
-            wrap_model=arguments.opacus.get("wrap_model", True),
+            grad_sample_mode=arguments.grad_sample_mode or "hooks",
+            wrap_model=arguments.wrap_model,
             **options,
         )
         source.follow(made)
@@ -458,7 +460,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             text = f"the initial weights come from {len(earlier)} private run(s) of other engines"
             _logger.warning("%s: epsilon is that of all of them together", text)
             run.accounted.assume(Assumption.checked(f"{text}, which are composed"))
-        if declared.arguments.opacus.get("noise_generator") is not None:
+        if declared.arguments.noise_generator is not None:
             self.accountant.assume(GIVEN_NOISE.text)
         if was_refused:
             self.accountant.assume(
@@ -514,10 +516,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     @property
     def guarantee(self) -> Guarantee:
-        """What is proven about all runs, with everything that the engine checked.
+        """The guarantee of all runs, with everything that the engine checked.
 
         Raises:
-            UnsupportedRunError: As `get_epsilon`.
+            UnsupportedRunError: There is no epsilon; see `get_epsilon`.
         """
         return attrs.evolve(self.accountant.guarantee, assumptions=self.assumptions)
 
@@ -526,7 +528,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
         Raises:
             ValueError: No step was taken.
-            UnsupportedRunError: As `get_epsilon`.
+            UnsupportedRunError: There is no epsilon; see `get_epsilon`.
         """
         events = [run.event() for run in self._recorded()]
         guarantee = self.accountant.guarantee
@@ -541,7 +543,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         return "\n".join(lines)
 
     def compare(self, delta: float = 1e-5) -> Comparison:
-        """What every bound, and dp-accounting's own accountants, say about what happened.
+        """Compares all bounds, and dp-accounting's own accountants, on what happened.
 
         Args:
             delta: In [0, 1].
@@ -551,7 +553,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
         Raises:
             ValueError: No step was taken.
-            UnsupportedRunError: As `get_epsilon`.
+            UnsupportedRunError: There is no epsilon; see `get_epsilon`.
         """
         events = [recorder.event() for recorder in self._recorded()]
         _ = self.accountant.guarantee  # checks the iterate
@@ -731,8 +733,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             discard_later_steps: Says that nothing computed by steps after the checkpoint was shown
                 to anybody. Needed where this process took such steps; never enough where it
                 released one of them. Steps of other processes cannot be seen: a listed assumption.
-            module_load_dict_kwargs: As for Opacus.
-            torch_load_kwargs: As for Opacus.
+            module_load_dict_kwargs: Options of module.load_state_dict.
+            torch_load_kwargs: Options of torch.load.
 
         Returns:
             The checkpoint, with your own entries.
@@ -815,18 +817,18 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
 
 def _alone(prepare: Callable[[], Any], fields: Any = None) -> Any:
-    """What `ProcessGroup.agreed` is where there is one process."""
+    """Calls `prepare`: the place of `ProcessGroup.agreed` in a single process."""
     return prepare()
 
 
-def _arguments_of(**given: Any) -> RunArguments:
-    """The arguments of a run, with its optimizer and the options of its mechanism.
+def _with_optimizer_class(arguments: RunArguments) -> RunArguments:
+    """The arguments of a run, with its private optimizer and the options of its mechanism.
 
     Raises:
-        TypeError: As `RunArguments.of`; or the mechanism is something else.
+        TypeError: The mechanism is something else.
         UnsupportedRunError: The engine does not know the optimizer.
     """
-    mechanism, made = given.pop("mechanism", None), given.get("optimizer_class")
+    mechanism, made = arguments.mechanism, arguments.optimizer_class
     if mechanism is not None:
         if not isinstance(mechanism, MechanismOptions):
             raise TypeError(
@@ -835,24 +837,21 @@ def _arguments_of(**given: Any) -> RunArguments:
             )
         if made is not None:
             raise TypeError("Expected mechanism or optimizer_class, got both.")
-        optimizer = given.get("optimizer")
+        optimizer = arguments.optimizer
         made = mechanism.optimizer_class(getattr(optimizer, "original_optimizer", optimizer))
-    if made is not None:
-        is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
-        if not is_private or "checked" not in vars(made):  # a subclass may do anything
-            raise UnsupportedRunError(
-                "Expected mechanism = None, DiceSGD(...) or BlockCoordinate(...) (or one of their "
-                f"optimizers as optimizer_class), got {made!r}: the engine checks the steps of "
-                "these only."
-            )
-        options = made.options
-        if mechanism is None and options is not None:
-            names = [field.name for field in attrs.fields(options)]
-            mechanism = options(**{name: given.pop(name) for name in names if name in given})
-    arguments = RunArguments.of({**given, "mechanism": mechanism, "optimizer_class": made})
     if made is None:
-        made = HiddenStateOptimizer if arguments.asks_for_hidden_iterates else ComposedOptimizer
-    return attrs.evolve(arguments, optimizer_class=made)
+        is_hidden = arguments.asks_for_hidden_iterates
+        made = HiddenStateOptimizer if is_hidden else ComposedOptimizer
+    is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
+    if not is_private or "checked" not in vars(made):  # a subclass may do anything
+        raise UnsupportedRunError(
+            "Expected mechanism = None, DiceSGD(...) or BlockCoordinate(...) (or one of their "
+            f"optimizers as optimizer_class), got {made!r}: the engine checks the steps of these "
+            "only."
+        )
+    if mechanism is None and made.options is not None:
+        mechanism = made.options()
+    return attrs.evolve(arguments, mechanism=mechanism, optimizer_class=made)
 
 
 def _log_release(run: TrainingRun) -> None:

@@ -42,7 +42,7 @@ class FrozenPart:
     Args:
         module: The module itself, not Opacus' wrapper.
         head: The linear head, or None.
-        is_composed: Whether every step counts.
+        is_composed: True if every step counts.
     """
 
     def __init__(
@@ -84,21 +84,13 @@ class FrozenPart:
                     "uses the statistics that it has), call .eval() on it after every "
                     "model.train(), or use nn.GroupNorm."
                 )
-            if part.training and _is_as_initialised(part):
-                raise UnsupportedRunError(
-                    f"Expected batch normalisation with statistics of its own, got "
-                    f"{type(part).__name__} {name!r} in train() mode with those of its "
-                    "initialisation: it is frozen, so that it would never learn others and change "
-                    "nothing. Load public pretrained weights, call .eval() on it if that is meant, "
-                    "or use nn.GroupNorm."
-                )
         self._checked, self._checked_in = [part for _, part in found], modules
 
     def hold(self, *, tells: bool = False) -> None:
         """Switches the frozen part to eval() mode.
 
         Args:
-            tells: Whether to log what was in another mode.
+            tells: True to log what was in another mode.
         """
         if not any(map(_IN_TRAINING, self._parts)):
             return
@@ -122,13 +114,6 @@ class FrozenPart:
 def _is_frozen(part: nn.Module) -> bool:
     parameters = list(part.parameters())
     return bool(parameters) and not any(p.requires_grad for p in parameters)
-
-
-def _is_as_initialised(part: _BatchNorm) -> bool:
-    assert part.running_mean is not None
-    assert part.running_var is not None
-    is_zero = not part.running_mean.any()
-    return is_zero and torch.equal(part.running_var, torch.ones_like(part.running_var))
 
 
 def _is_stateless(part: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from hidden_state_adapters.opacus.registry import AccountedRun
 from hidden_state_adapters.opacus.run import TrainingRun
 
 _PACKAGES = ("hidden-state-accountants", "dp-accounting", "opacus", "torch")
+_OF_OPACUS = ("batch_first", "clipping", "grad_sample_mode", "loss_reduction", "wrap_model")
 _SHOWN = 16  # records that are compared
 
 
@@ -26,7 +27,7 @@ def fields_in_common(
     """The fields of a run that starts, of the process that asks; values by name."""
     arguments, plan = declared.arguments, declared.plan
     batches = arguments.batch_order
-    given = {k: v for k, v in arguments.opacus.items() if k != "noise_generator"}
+    given = {name: getattr(arguments, name) for name in _OF_OPACUS}
     groups = [
         {k: v for k, v in g.items() if k != "params"} for g in declared.optimizer.param_groups
     ]
@@ -40,8 +41,8 @@ def fields_in_common(
         "weights of the initial model": _weights(declared.inner),
         "options of the optimizer": repr(groups),
         "criterion, as given": repr(arguments.criterion),
-        "arguments for Opacus": repr(sorted(given.items())),
-        "noise_generator (given or not)": arguments.opacus.get("noise_generator") is not None,
+        "arguments for Opacus": repr(given),
+        "noise_generator (given or not)": arguments.noise_generator is not None,
         "loss_geometry": repr(declared.loss),
         "batch_size": plan.batch_size,
         "sampling_rate": plan.sampling_rate,

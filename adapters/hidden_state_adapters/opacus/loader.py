@@ -27,7 +27,7 @@ _AT_ONCE = 2  # the batch of the step, and one that is fetched ahead
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """What is in nested lists, tuples and mappings (a BatchEncoding is one).
+    """Yields the leaves of nested lists, tuples and mappings (a BatchEncoding is one).
 
     Other objects are not looked into.
     """
@@ -48,7 +48,7 @@ class Delivery:
     """A batch that the loader handed to the loop.
 
     Attributes:
-        index: Of the batch, as the record of the run counts it.
+        index: Number of the batch, as the record of the run counts it.
         tensors: What it consists of; no copies.
     """
 
@@ -74,8 +74,8 @@ class _Pass:
     Attributes:
         begun_at: The steps that were taken when it began.
         waiting: What it handed over and no step used.
-        is_over: Whether it deals nothing any more.
-        is_exhausted: Whether that is because it came to its end.
+        is_over: True if it deals nothing any more.
+        is_exhausted: True if that is because it came to its end.
     """
 
     begun_at: int
@@ -87,7 +87,7 @@ class _Pass:
 
 
 class BatchCursor:
-    """Which batch the loop is working on; written by the loader, read by the optimizer.
+    """The batch that the loop is working on; written by the loader, read by the optimizer.
 
     Every iterator over the loader starts at the batch of the next step, and a batch is the same
     whenever it is dealt. So a loop may look at batches, leave an epoch early (the next pass goes on
@@ -103,12 +103,12 @@ class BatchCursor:
         steps_taken: The logical steps of the run.
         latest: The iterator that started last.
         taken: The batch of the latest `take`; None for a piece, and where nothing was delivered.
-        was_fetched_ahead: Whether that batch is only presumably the one that the loop used.
+        was_fetched_ahead: True if the loop may have used another batch than `taken`.
 
     Args:
         num_batches: Batches per pass. A single fixed batch may be stepped on again and again.
-        prefetched: How many batches the loader's workers fetch in advance.
-        counts_steps: Whether the index of a batch is the number of its step (batches that are drawn
+        prefetched: Number of batches that the loader's workers fetch in advance.
+        counts_steps: True if the index of a batch is the number of its step (batches that are drawn
             for every step), not its place in the epoch.
     """
 
@@ -193,7 +193,7 @@ class BatchCursor:
 
     @property
     def next_is_skipped(self) -> bool:
-        """Whether the piece that `take` returns next is not the last of its batch."""
+        """True if the piece that `take` returns next is not the last of its batch."""
         return bool(self._pieces) and self._pieces[0][1]
 
     def take(self) -> tuple[int | None, bool]:
@@ -246,7 +246,7 @@ class BatchCursor:
 
     @property
     def is_bypassed(self) -> bool:
-        """Whether a loader that is not the private one asked for the batches of this pass."""
+        """True if a loader that is not the private one asked for the batches of this pass."""
         return self._emitted is not None and self.latest not in self._passes
 
     def forget(self) -> None:
@@ -380,8 +380,8 @@ class _Rows(Dataset):
     per batch that takes longer than a step of a linear model.
 
     Args:
-        tensors: Of the data set.
-        places: Of the records among the rows; None for all of them.
+        tensors: Tensors of the data set.
+        places: Places of the records among the rows; None for all of them.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], places: np.ndarray | None):
@@ -411,6 +411,14 @@ class _Rows(Dataset):
         first = self._tensors[0].detach().reshape(len(self._tensors[0]), -1)
         found = torch.linalg.vector_norm(first.float(), dim=1).cpu().numpy()
         return found if self._places is None else found[self._places]
+
+    def are_equal(self) -> bool:
+        """Tells whether two records are the same in every tensor."""
+        rows = [tensor.detach().cpu().reshape(len(tensor), -1) for tensor in self._tensors]
+        parts = [part.view(torch.uint8).numpy() for part in rows]
+        places = range(len(parts[0])) if self._places is None else self._places
+        found = {hash(b"".join(part[place].tobytes() for part in parts)) for place in places}
+        return len(found) < len(places)
 
     def __getitems__(self, indices: Sequence[int]) -> list[torch.Tensor]:
         places = np.asarray(indices, dtype=np.int64)

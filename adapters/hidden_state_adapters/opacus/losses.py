@@ -13,6 +13,7 @@ gradients are computed in float64, on a CPU with NumPy. How long that takes depe
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -69,7 +70,7 @@ class _Losses(torch.autograd.Function):
 
 
 class _Last:
-    """What a loss and its copies found last: loop and step ask the same of every batch."""
+    """The latest result of a loss and its copies: loop and step ask the same of every batch."""
 
     def __init__(self) -> None:
         self._asked: tuple[Any, ...] = ()
@@ -77,7 +78,7 @@ class _Last:
 
     def of(self, loss: EnvelopeLoss, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
         """The losses and their gradients, computed unless the numbers are the same again."""
-        settings = type(loss), loss.clip_norm, loss.smoothing, getattr(loss, "scale", None)
+        settings = type(loss), loss._settings
         tensors = predictions.detach(), targets.detach()
         known = self._asked
         if known and known[0] == settings and all(map(_same, known[1], tensors)):
@@ -100,7 +101,7 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class EnvelopeLoss(nn.Module):
-    """What the envelopes have in common.
+    """A loss that is the envelope of another one.
 
     Attributes:
         clip_norm: C.
@@ -108,7 +109,7 @@ class EnvelopeLoss(nn.Module):
         reduction: "mean" or "sum" over the records, or "none".
         curvature: M, the Lipschitz constant of the plain loss' gradient in the predictions; for
             `hidden_state_accountants.envelope_smoothing`.
-        takes_several_outputs: Whether a record may have several predictions.
+        takes_several_outputs: True if a record may have several predictions.
     """
 
     curvature: float
@@ -116,6 +117,7 @@ class EnvelopeLoss(nn.Module):
     _geometry: ClassVar[Callable[..., LossGeometry]]
     _kink: ClassVar[str] = ""
     _least_clip_norm: ClassVar[float] = 0.0
+    _names: ClassVar[tuple[str, ...]] = ("clip_norm", "smoothing")
 
     def __init__(self, clip_norm: float, smoothing: float = 0.0, reduction: str = "mean"):
         super().__init__()
@@ -129,25 +131,22 @@ class EnvelopeLoss(nn.Module):
         self._last = _Last()
 
     def extra_repr(self) -> str:
-        return (
-            f"clip_norm={self.clip_norm:g}, smoothing={self.smoothing:g}, "
-            f"reduction={self.reduction!r}"
-        )
+        settings = (f"{name}={value:g}" for name, value in self._settings.items())
+        return f"{', '.join(settings)}, reduction={self.reduction!r}"
 
     def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
         """The loss of a linear model, as a function of its parameters.
 
         Args:
             feature_norm: A bound on the L2 norm of every record's features.
-            bias: Whether a bias is trained as well.
+            bias: True if a bias is trained as well.
         """
-        settings = {"clip_norm": self.clip_norm, "smoothing": self.smoothing, **self._scale}
-        return self._geometry(feature_norm, bias, **settings)
+        return self._geometry(feature_norm, bias, **self._settings)
 
     @property
-    def _scale(self) -> dict[str, float]:
-        """What else its constants depend on."""
-        return {}
+    def _settings(self) -> dict[str, float]:
+        """The numbers that its constants depend on."""
+        return {name: getattr(self, name) for name in self._names}
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """The loss of a batch.
@@ -175,8 +174,18 @@ class EnvelopeLoss(nn.Module):
         return self._last.of(self, predictions, targets)[1].to(predictions)
 
     def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
-        """Values and gradients of the records."""
+        """Returns values and gradients of the records."""
         raise NotImplementedError
+
+    def _computed(
+        self, loss: Callable[..., tuple[Array, Array]], *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns values and gradients that a function of the core computes in float64."""
+        wide = [tensor.double() for tensor in tensors]
+        if not _is_on_host(wide[0]):
+            return loss(TORCH, *wide, **self._settings)
+        values, gradients = loss(NUMPY, *(x.numpy() for x in wide), **self._settings)
+        return torch.from_numpy(values), torch.from_numpy(gradients)
 
 
 class EnvelopeCrossEntropyLoss(EnvelopeLoss):
@@ -189,7 +198,7 @@ class EnvelopeCrossEntropyLoss(EnvelopeLoss):
     Args:
         clip_norm: C, from 0.01 on; from sqrt(2) on it never acts.
         smoothing: m >= 0; of more than 0 is a smaller Lipschitz constant of the gradient.
-        reduction: As for torch's criteria.
+        reduction: "mean" or "sum" over the records, or "none".
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -258,7 +267,7 @@ class EnvelopeBCEWithLogitsLoss(EnvelopeLoss):
     Args:
         clip_norm: C; from 1 on it never acts.
         smoothing: m >= 0.
-        reduction: As for torch's criteria.
+        reduction: "mean" or "sum" over the records, or "none".
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -271,7 +280,7 @@ class EnvelopeBCEWithLogitsLoss(EnvelopeLoss):
         _check_shape(targets, predictions, "targets")
         if not bool(((targets >= 0) & (targets <= 1)).all()):
             raise ValueError("Expected targets from 0 to 1, got others.")
-        return _elementwise(scalar.logistic, predictions, targets, self.clip_norm, self.smoothing)
+        return self._computed(scalar.logistic, predictions, targets)
 
 
 class EnvelopeHingeLoss(EnvelopeLoss):
@@ -282,7 +291,7 @@ class EnvelopeHingeLoss(EnvelopeLoss):
     Args:
         clip_norm: C; from 1 on it never acts.
         smoothing: m > 0.
-        reduction: As for torch's criteria.
+        reduction: "mean" or "sum" over the records, or "none".
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -298,7 +307,7 @@ class EnvelopeHingeLoss(EnvelopeLoss):
             raise ValueError(
                 "Expected targets -1 and 1, got others. Use 2 * target - 1 for 0 and 1."
             )
-        return _elementwise(scalar.hinge, predictions, targets, self.clip_norm, self.smoothing)
+        return self._computed(scalar.hinge, predictions, targets)
 
 
 class EnvelopeSquaredErrorLoss(EnvelopeLoss):
@@ -312,7 +321,7 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
         clip_norm: C.
         smoothing: m >= 0.
         scale: 1 for half the squared error; nn.MSELoss of one output has 2.
-        reduction: As for torch's criteria.
+        reduction: "mean" or "sum" over the records, or "none".
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -320,6 +329,7 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
 
     takes_several_outputs = True
     _geometry = LossGeometry.envelope_squared_error
+    _names = ("clip_norm", "smoothing", "scale")
 
     def __init__(
         self,
@@ -336,13 +346,6 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
         """M."""
         return self.scale
 
-    @property
-    def _scale(self) -> dict[str, float]:
-        return {"scale": self.scale}
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, scale={self.scale:g}"
-
     def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
         _check_shape(targets, predictions, "targets")
         if predictions.dim() not in (1, 2):
@@ -350,45 +353,15 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
                 "Expected predictions of shape (records,) or (records, outputs), got "
                 f"{tuple(predictions.shape[1:])} for each record."
             )
-        z, t = (_host(_columns(tensor)) for tensor in (predictions, targets))
-        values, gradients = scalar.squared_error(
-            _arrays(predictions), z, t, self.clip_norm, self.smoothing, self.scale
-        )
-        return _back(values), _back(gradients).T.reshape(predictions.shape)
-
-
-def _elementwise(
-    loss: Callable[..., tuple[Array, Array]],
-    predictions: torch.Tensor,
-    targets: torch.Tensor,
-    clip_norm: float,
-    smoothing: float,
-) -> _Pair:
-    z, t = _host(predictions.double()), _host(targets.double())
-    values, gradients = loss(_arrays(predictions), z, t, clip_norm, smoothing)
-    return _back(values), _back(gradients)
-
-
-def _columns(tensor: torch.Tensor) -> torch.Tensor:
-    """One column for each record, in float64."""
-    return tensor.double().reshape(len(tensor), tensor.shape[1] if tensor.dim() == 2 else 1).T
+        outputs = math.prod(predictions.shape[1:])
+        columns = (tensor.reshape(-1, outputs).T for tensor in (predictions, targets))
+        values, gradients = self._computed(scalar.squared_error, *columns)
+        return values, gradients.T.reshape(predictions.shape)
 
 
 def _is_on_host(tensor: torch.Tensor) -> bool:
-    """Whether NumPy can have it, whose operations on small arrays cost half as much."""
+    """Tells whether NumPy can have it, whose operations on small arrays cost half as much."""
     return tensor.device.type == "cpu"
-
-
-def _arrays(tensor: torch.Tensor) -> Arrays:
-    return NUMPY if _is_on_host(tensor) else TORCH
-
-
-def _host(tensor: torch.Tensor) -> Array:
-    return tensor.numpy() if _is_on_host(tensor) else tensor
-
-
-def _back(array: Array) -> torch.Tensor:
-    return array if isinstance(array, torch.Tensor) else torch.from_numpy(array)
 
 
 _PLAIN = {

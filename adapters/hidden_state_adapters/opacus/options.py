@@ -22,15 +22,11 @@ from hidden_state_adapters.opacus.order import Batches, default_order
 from hidden_state_adapters.opacus.settings import WHY_NOT_ADAPTIVE, refuse_per_layer
 from hidden_state_adapters.opacus.step_maps import StepMap, maps_after
 
-_OPACUS_ARGUMENTS = {
-    "batch_first", "clipping", "grad_sample_mode", "loss_reduction", "noise_generator",
-    "rand_on_empty", "wrap_model",
-}  # fmt: skip
 _OF_HIDDEN_ITERATES = ("loss_geometry", "feature_norm", "after", "schedule")
 
 
 class RunOptions(TypedDict, total=False):
-    """What may be passed to `make_private` beside its required arguments (for type checkers)."""
+    """Options of `make_private` beside its required arguments (for type checkers)."""
 
     batch_order: BatchOrder | Batches | str | None
     criterion: Any
@@ -42,6 +38,7 @@ class RunOptions(TypedDict, total=False):
     num_steps: int | None
     after: Any
     mechanism: Any
+    optimizer_class: type | None
     distributed: bool | None
     poisson_sampling: bool | None
     batch_first: bool
@@ -51,80 +48,74 @@ class RunOptions(TypedDict, total=False):
     noise_generator: torch.Generator | None
     rand_on_empty: bool
     wrap_model: bool
-    # In the place of `mechanism`: the optimizer, of your own or DiceSGDOptimizer, and its options.
-    optimizer_class: type | None
-    error_max_grad_norm: float | None
-    automatic: bool
-    gradient_bound: float
+
+
+def _batches(order: Any) -> Batches:
+    return order if isinstance(order, Batches) else Batches(order)
 
 
 @attrs.frozen(kw_only=True, eq=False)
 class RunArguments:
-    """What `make_private` was told, in parts; its docstring explains every argument.
+    """The arguments of one `make_private`; its docstring explains every one.
 
     Attributes:
         max_grad_norm: "auto" until the loss is known.
-        after: What follows every step, by name: "prox", then "projection"; None for nothing.
-        mechanism: The options of the mechanism, if it has some.
-        optimizer_class: The private optimizer of the run, as soon as the engine chose it.
-        opacus: The arguments that go to Opacus as they are.
+        after: Maps that follow every step, by name: "prox", then "projection"; None for none.
+        optimizer_class: Private optimizer of the run, as soon as the engine chose it.
     """
 
     module: nn.Module
     optimizer: Optimizer
     data_loader: DataLoader
     max_grad_norm: float | Sequence[float] | str
-    batch_order: Batches
+    batch_order: Batches = attrs.field(converter=_batches)
     criterion: Any = None
     loss_geometry: LossGeometry | str | None = None
     feature_norm: float | None = None
     targets: Any = None
     loop_maps_records: bool = False
     after: Mapping[str, StepMap] | None = None
-    poisson_sampling: bool | None = None
-    mechanism: Any = None
-    optimizer_class: Any = None
     schedule: Any = None
     num_steps: int | None = None
+    mechanism: Any = None
+    optimizer_class: Any = None
     distributed: bool | None = None
-    opacus: dict[str, Any] = attrs.field(factory=dict)
+    poisson_sampling: bool | None = None
+    batch_first: bool = True
+    clipping: str = "flat"
+    grad_sample_mode: str | None = None
+    loss_reduction: str = "mean"
+    noise_generator: torch.Generator | None = None
+    rand_on_empty: bool = False
+    wrap_model: bool = True
 
     @classmethod
-    def of(cls, arguments: Mapping[str, Any]) -> RunArguments:
-        """Takes the keyword arguments of a call apart.
+    def of(cls, **given: Any) -> RunArguments:
+        """Reads the keyword arguments of a call; None is as good as none.
 
         Raises:
             TypeError: One is missing or unknown.
-            UnsupportedRunError: The clip follows the records.
+            UnsupportedRunError: There are several optimizers.
         """
-        own = dict(arguments)
+        own = {name: value for name, value in given.items() if value is not None}
+        unknown = sorted(own.keys() - {field.name for field in attrs.fields(cls)})
+        if unknown:
+            raise TypeError(f"Unknown argument of make_private: {', '.join(unknown)}.")
         if isinstance(own.get("optimizer"), list | tuple):
             raise UnsupportedRunError(
                 f"Expected one optimizer, got {len(own['optimizer'])}: a step is one noisy sum of "
                 "the gradients of all parameters. Pass one optimizer with a parameter group for "
                 "each of them."
             )
-        order = own.get("batch_order")
-        if order is None:
-            order = default_order(own.get("data_loader"), own.get("poisson_sampling"))
-        own["batch_order"] = order if isinstance(order, Batches) else Batches(order)
-        if own.get("after") is not None:
-            own["after"] = maps_after(own["after"])
-        if own.get("criterion") is not None and own.get("feature_norm") is not None:
-            own["loss_geometry"] = own.get("loss_geometry") or "auto"
-        known = {field.name for field in attrs.fields(cls)} - {"opacus"}
-        opacus = {name: value for name, value in own.items() if name not in known}
-        if opacus.get("clipping") == "adaptive":
-            raise UnsupportedRunError(
-                f'Expected clipping = "flat" or "per_layer", got "adaptive": {WHY_NOT_ADAPTIVE}. '
-                "Use one fixed clip norm, or Opacus' schedulers of it, which look at no record."
-            )
-        if opacus.get("grad_sample_mode") == "ghost" and "loss_geometry" not in own:
+        if "batch_order" not in own:
+            sampling = own.get("poisson_sampling")
+            own["batch_order"] = default_order(own.get("data_loader"), sampling)
+        own["after"] = maps_after(own.get("after"))
+        if "criterion" in own and "feature_norm" in own:
+            own.setdefault("loss_geometry", "auto")
+        if own.get("grad_sample_mode") == "ghost" and "loss_geometry" not in own:
             own.setdefault("criterion", nn.CrossEntropyLoss())  # Opacus' default, which is returned
-        unknown = sorted(set(opacus) - _OPACUS_ARGUMENTS)
-        if unknown:
-            raise TypeError(f"Unknown argument of make_private: {', '.join(unknown)}.")
-        return cls(**{k: v for k, v in own.items() if k in known}, opacus=opacus)
+        return cls(**own)
 
     def with_clip_norm(self, loss: LossGeometry | None) -> RunArguments:
         """The arguments, with the clip norm that max_grad_norm="auto" stands for.
@@ -147,11 +138,6 @@ class RunArguments:
         return attrs.evolve(self, max_grad_norm=math.ceil(loss.lipschitz * 1.00001 * 1e4) / 1e4)
 
     @property
-    def loss_reduction(self) -> str:
-        """Opacus' loss_reduction."""
-        return str(self.opacus.get("loss_reduction", "mean"))
-
-    @property
     def asks_for_hidden_iterates(self) -> list[str]:
         """The arguments that were passed and make sense for a hidden state only, by name."""
         own = [name for name in _OF_HIDDEN_ITERATES if getattr(self, name) is not None]
@@ -160,23 +146,22 @@ class RunArguments:
 
     @property
     def is_ghost(self) -> bool:
-        """Whether Opacus clips in a second backward pass, of a criterion that it calls."""
-        return self.opacus.get("grad_sample_mode") == "ghost"
+        """True if Opacus clips in a second backward pass, of a criterion that it calls."""
+        return self.grad_sample_mode == "ghost"
 
     @property
     def clips_per_layer(self) -> bool:
-        """Whether every parameter has a clip norm of its own."""
-        return self.opacus.get("clipping") == "per_layer"
+        """True if every parameter has a clip norm of its own."""
+        return self.clipping == "per_layer"
 
     @property
     def asks_for_samples(self) -> bool:
-        """Whether the gradients have to be where Opacus keeps and adds them up."""
-        mode, is_wrapped = self.opacus.get("grad_sample_mode"), self.opacus.get("wrap_model", True)
+        """True if the gradients have to be where Opacus keeps and adds them up."""
         return (
-            mode not in (None, "ghost")
+            self.grad_sample_mode not in (None, "ghost")
             or self.clips_per_layer
             or self.loop_maps_records
-            or not is_wrapped
+            or not self.wrap_model
         )
 
     @property
@@ -207,23 +192,23 @@ class RunArguments:
                 f'batch_order="{order.value}", got {sampling!r}. Leave it out: batch_order '
                 "says how the records are dealt."
             )
-        self._check_clipping(mechanism.takes_per_layer)
-        self._check_opacus_arguments()
-        self._check_ghost_arguments()
-
-    def _check_clipping(self, takes_per_layer: bool) -> None:
-        clipping = self.opacus.get("clipping", "flat")
-        if clipping == "per_layer" and takes_per_layer:
-            self._check_clip_norms()
-            return
-        if clipping != "flat":
+        if self.clipping == "adaptive":
             raise UnsupportedRunError(
-                f'Expected clipping = "flat", got {clipping!r}: the theorems need one fixed clip '
-                'of the whole gradient of a record. Leave it out. ("per_layer" is accounted by '
-                "composition, without what asks for a hidden state: "
+                f'Expected clipping = "flat" or "per_layer", got "adaptive": {WHY_NOT_ADAPTIVE}. '
+                "Use one fixed clip norm, or Opacus' schedulers of it, which look at no record."
+            )
+        if self.clips_per_layer and mechanism.takes_per_layer:
+            self._check_clip_norms()
+        elif self.clipping != "flat":
+            raise UnsupportedRunError(
+                f'Expected clipping = "flat", got {self.clipping!r}: the theorems need one fixed '
+                'clip of the whole gradient of a record. Leave it out. ("per_layer" is accounted '
+                "by composition, without what asks for a hidden state: "
                 f"{', '.join(_OF_HIDDEN_ITERATES)}, mechanism.)"
             )
-        refuse_per_layer(max_grad_norm=self.max_grad_norm)
+        else:
+            refuse_per_layer(max_grad_norm=self.max_grad_norm)
+        self._check_opacus_arguments()
 
     def _check_clip_norms(self) -> None:
         norms = self.max_grad_norm
@@ -248,8 +233,7 @@ class RunArguments:
             )
 
     def _check_opacus_arguments(self) -> None:
-        arguments = self.opacus
-        if arguments.get("rand_on_empty"):
+        if self.rand_on_empty:
             raise UnsupportedRunError(
                 "Expected rand_on_empty = False, got True: it puts a made-up record into an empty "
                 "batch. With one record less a batch is empty, and the sum has the gradient that "
@@ -260,24 +244,19 @@ class RunArguments:
             raise ValueError(
                 f"Expected loss_reduction = 'mean' or 'sum', got {self.loss_reduction!r}."
             )
-        mode = arguments.get("grad_sample_mode", "hooks")
-        if mode not in ("hooks", "functorch", "ew", "ghost"):
+        mode = self.grad_sample_mode
+        if mode not in (None, "hooks", "functorch", "ew", "ghost"):
             raise UnsupportedRunError(
                 'Expected grad_sample_mode = "hooks", "functorch", "ew" or "ghost", got '
                 f"{mode!r}: nothing computes the per-example gradients of the model there. Use "
                 '"functorch", which takes any layer, or "hooks".'
             )
-
-    def _check_ghost_arguments(self) -> None:
-        arguments, criterion = self.opacus, self.criterion
-        if not self.is_ghost:
-            return
-        if not callable(criterion):
+        if mode == "ghost" and not callable(self.criterion):
             raise UnsupportedRunError(
-                f'Expected a criterion with grad_sample_mode="ghost", got {criterion!r}: '
+                f'Expected a criterion with grad_sample_mode="ghost", got {self.criterion!r}: '
                 "make_private returns it as third of four, as Opacus does. Pass criterion=."
             )
-        if not arguments.get("wrap_model", True):
+        if mode == "ghost" and not self.wrap_model:
             raise UnsupportedRunError(
                 'Expected wrap_model = True with grad_sample_mode="ghost", got False: only the '
                 "wrapper keeps what the sums follow from. Leave it out."

@@ -1,4 +1,4 @@
-"""Which records the user's data loader asks for, and in which order."""
+"""The records that the user's data loader asks for, and their order."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FIXED_ORDER = (
 
 @attrs.frozen
 class Batches:
-    """How the records are dealt, with what a name alone does not say: for `batch_order`.
+    """A batch order with its options: for `batch_order`.
 
     Args:
         order: A BatchOrder, or its name.
@@ -130,7 +130,7 @@ def plan_batches(
             record into one batch, whatever the batch size; POISSON takes its records and, unless
             `batches` has constants, its number of batches; all others take its batch size and
             records and draw the order themselves.
-        batches: How the records are dealt.
+        batches: Batch order with its options.
         secret: What several processes draw the same order from, where there is no seed.
 
     Returns:
@@ -177,8 +177,8 @@ def default_order(data_loader: DataLoader, poisson_sampling: bool | None) -> Bat
 
     Args:
         data_loader: The user's loader.
-        poisson_sampling: As for Opacus, which takes True where nothing is said. False leaves the
-            batches to the loader.
+        poisson_sampling: Argument of Opacus, which takes True where nothing is said. False leaves
+            the batches to the loader.
     """
     if poisson_sampling is not False:
         return BatchOrder.POISSON
@@ -262,7 +262,7 @@ def refuse_repeated_records(dataset: Any) -> None:
 
 
 def _has_repeated_records(dataset: ConcatDataset) -> bool:
-    """Whether parts of `dataset` share a record: an element of a data set, or rows in memory."""
+    """Tells whether parts share a record: an element of a data set, or rows in memory."""
     found: dict[Hashable, list[np.ndarray]] = {}
     for part in dataset.datasets:
         for source, places in _places(part):

@@ -97,12 +97,12 @@ class ProcessGroup:
 
     @property
     def is_current(self) -> bool:
-        """Whether it belongs to the default process group that there is now."""
+        """True if it belongs to the default process group that there is now."""
         return _is_initialized() and distributed.group.WORLD is self._whole
 
     @property
     def draws_noise(self) -> bool:
-        """Whether the noise of the run is drawn here: by process 0, once.
+        """True if the noise of the run is drawn here: by process 0, once.
 
         Shares of 1/sqrt(W) from each process would add up to the same noise only if no two of them
         came from equal generators; noise that is drawn once is that of one process.
@@ -292,7 +292,7 @@ def num_processes(optimizer: Any = None) -> int:
 
 
 def trains_together(module: nn.Module, distributed: bool | None) -> bool:
-    """Whether several processes are to train a module together.
+    """Tells whether several processes are to train a module together.
 
     Args:
         module: Without Opacus' wrapper for per-example gradients.

@@ -1,4 +1,4 @@
-"""What a loader that somebody else made says about its batches."""
+"""The batches of a loader that somebody else made, as it shows them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SEED_OF_NEW_GENERATORS = torch.Generator().initial_seed()  # a constant of torc
 
 @attrs.frozen(eq=False, kw_only=True)
 class LoaderReading:
-    """How a loader deals its records.
+    """The batches of a loader.
 
     Attributes:
         order: FULL, CYCLIC, RESHUFFLED or POISSON.
@@ -90,7 +90,7 @@ def _is_poisson_sampler(batches: Any) -> bool:
 
 
 def draws_from_shares(data_loader: Any) -> bool:
-    """Whether every process draws Poisson batches from a share of the records of its own."""
+    """Tells whether every process draws Poisson batches from a share of the records of its own."""
     batches = getattr(data_loader, "batch_sampler", None)
     return type(batches) is DistributedUniformWithReplacementSampler
 

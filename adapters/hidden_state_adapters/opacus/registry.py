@@ -66,7 +66,7 @@ class AccountedRun:
         """Restores a `state_dict` into a run without steps.
 
         Raises:
-            ValueError: As `RunRecorder.load_state_dict`. Nothing is changed then.
+            ValueError: The state is of another run. Nothing is changed then.
         """
         self.recorder.load_state_dict(state)
         self.assume(*declared_by(state))

@@ -29,26 +29,26 @@ _SCHEMA = 1
 
 
 class TrainingRun:
-    """What is true of a run between two steps.
+    """The state of a run between two steps.
 
     The optimizer takes the steps. Epsilon, releases and checkpoints are read here, and what a
     checkpoint holds is restored here, all of it or nothing.
 
     Attributes:
-        record: Of every logical step.
+        record: Record of every logical step.
         declared: What `make_private` was told.
         accounted: What its accountant keeps of it, and the model that it trains takes along.
         fields: What has to be the same where it goes on, beside what the record compares.
-        cursor: Its position: the number of steps, and the batch that the loop is working on.
+        cursor: Position of the run: number of steps, and the batch that the loop is working on.
         batch: Looks at the batches.
         source: Gives the gradients, and holds the last private iterate.
         optimizer: The PrivateOptimizer that takes the steps.
         modules: The model that was passed, without wrappers, and as `make_private` returned it.
-        is_loading: Whether a checkpoint is being restored.
+        is_loading: True while a checkpoint is being restored.
 
     Args:
         declared: The run. What looks at its model is hung on it; `close` undoes that.
-        noise_multiplier: As declared.
+        noise_multiplier: Noise multiplier of the start.
     """
 
     optimizer: Any
@@ -91,7 +91,7 @@ class TrainingRun:
 
     @property
     def failure(self) -> str:
-        """What ended the run: a step that was refused or interrupted; or ""."""
+        """Reason why the run ended (a step was refused or interrupted), or ""."""
         return self.accounted.failure
 
     @failure.setter
@@ -150,7 +150,7 @@ class TrainingRun:
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
-        """What is verified at every step, and what is taken on trust."""
+        """The checked, the declared and the public assumptions."""
         declared = self.declared
         collate = plain_collate(declared.arguments.data_loader)
         return (
@@ -165,7 +165,7 @@ class TrainingRun:
     # Where it goes on
 
     def why_not_resumable(self, num_steps: int) -> str:
-        """What the run needs of the private state to go on after `num_steps` steps, or ""."""
+        """The part of the private state without which the run cannot go on from a step, or ""."""
         missing = [self.plan.why_not_resumable(num_steps)]
         if num_steps:
             missing.insert(0, self.optimizer.why_not_resumable())
@@ -267,7 +267,7 @@ class TrainingRun:
 
 def _dim(declared: DeclaredRun) -> int:
     """The dimension of what goes into the model that counts its records."""
-    return 0 if declared.arguments.opacus.get("batch_first", True) else 1
+    return 0 if declared.arguments.batch_first else 1
 
 
 def _source(declared: DeclaredRun) -> Source:

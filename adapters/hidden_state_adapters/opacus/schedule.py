@@ -23,15 +23,15 @@ _ROUNDING = 1e-6
 
 @attrs.frozen(eq=False)
 class DeclaredSchedule:
-    """What `make_private` was told about the learning rates and the number of steps.
+    """The learning rates and the number of steps that `make_private` was told.
 
     The theorems are about a number of steps and learning rates that do not depend on the records.
     What is declared before the first step and then compared at every step needs no trust.
 
     Attributes:
         num_steps: N, or None if it was not declared.
-        learning_rates: Of the optimizer, shape (N,); shape (1,) for one constant; None if they were
-            not declared.
+        learning_rates: Rates of the optimizer, shape (N,); shape (1,) for one constant; None if
+            they were not declared.
         target_rate: Learning rate that the noise was found for, where none were declared; or None.
     """
 

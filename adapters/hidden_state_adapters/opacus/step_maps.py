@@ -1,4 +1,4 @@
-"""What follows every step: a proximal map or a projection of all trainable parameters.
+"""Maps after every step: a proximal map or a projection of all trainable parameters.
 
 The theorems need of such a map that it is the same in every step and for all data sets, and that it
 moves no two points apart, |P(x) - P(y)| <= |x - y| for all parameters together
@@ -39,12 +39,12 @@ class StepMap:
 
         Args:
             params: All that are trained.
-            step_size: Of the step before.
+            step_size: Step size of the step before.
         """
         raise NotImplementedError
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
-        """Of the set that it maps to, for parameters of these shapes; inf if it is not bounded.
+        """The diameter of the set that it maps to; inf if it is not bounded.
 
         Raises:
             ValueError: The set has another number of parameters.
@@ -70,7 +70,7 @@ class StepMap:
 
     @property
     def assumption(self) -> Assumption:
-        """What holds by construction, or is taken on trust."""
+        """The assumption about the map, checked or declared."""
         return Assumption.checked(f"projected on {self}", Topic.DOMAIN)
 
 
@@ -183,8 +183,8 @@ class BoxProjection(StepMap):
     """Every number of every parameter on an interval.
 
     Args:
-        low: Its lower end; -inf for none.
-        high: Its upper end, above `low`; inf for none.
+        low: Lower end; -inf for none.
+        high: Upper end, above `low`; inf for none.
     """
 
     low: float = attrs.field(converter=_end)
@@ -289,7 +289,7 @@ _PROJECTIONS = (BallProjection, BoxProjection, ParameterBallsProjection)
 
 
 def maps_after(value: Any) -> dict[str, StepMap] | None:
-    """What `make_private(after=)` says, a prox before a projection; None for neither.
+    """Reads `make_private(after=)`: a prox before a projection; None for neither.
 
     Raises:
         TypeError: It is something else, or two of a kind.

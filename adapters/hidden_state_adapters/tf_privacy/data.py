@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError, validate
+from hidden_state_adapters.public_numbers import warn_of_equal
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _logger = logging.getLogger("hidden_state_accountants")
@@ -427,11 +428,7 @@ def _check_each_once(arrays: Any, *, is_read: bool) -> None:
             f"times, each protected by itself. {_ONE_EXAMPLE} Let it give every example once; if "
             "equal ones belong to different persons, pass arrays."
         )
-    _logger.warning(
-        "some examples of the data are equal. Epsilon protects one example: who is in the data k "
-        "times, or is oversampled, has about k times this epsilon. Keep one example for each "
-        "person. (Equal examples of different persons are fine.)"
-    )
+    warn_of_equal()
 
 
 def _slides(part: np.ndarray) -> bool:
