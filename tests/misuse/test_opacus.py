@@ -60,7 +60,7 @@ LAYERS = {
     "mean": lambda: Mixes(lambda x: 0.5 * (x - x.mean(0))),
     "largest": lambda: Mixes(lambda x: x / x.norm(dim=1).max()),
     "guard": lambda: Mixes(lambda x: x / (x.norm(dim=1).max() / 3).clamp(min=1.0)),
-    "batch_norm": lambda: nn.BatchNorm1d(FEATURES, track_running_stats=False),
+    "batch_norm": lambda: nn.BatchNorm1d(FEATURES, affine=False, track_running_stats=False),
     "counts": Counts,
 }
 

@@ -215,7 +215,7 @@ def test_bad_settings(make, text):
 
 def test_settings_are_shown():
     assert repr(EnvelopeSquaredErrorLoss(0.3, 2.0, 3.0, "sum")) == (
-        "EnvelopeSquaredErrorLoss(clip_norm=0.3, smoothing=2, reduction='sum', scale=3)"
+        "EnvelopeSquaredErrorLoss(clip_norm=0.3, smoothing=2, scale=3, reduction='sum')"
     )
     assert [c.curvature for c in (SOFTMAX, LOGISTIC, HINGE, SQUARED)] == [0.5, 0.25, math.inf, 1]
 

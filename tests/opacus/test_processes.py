@@ -14,7 +14,7 @@ from processes import BATCH, CASES, RECORDS, Group, trajectories
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import Batches
-from hidden_state_adapters.opacus.reading import drawn_rate
+from hidden_state_adapters.opacus.order import drawn_rate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

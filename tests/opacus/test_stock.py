@@ -22,7 +22,7 @@ from torch.utils.data import (
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import HiddenStateAccountant, HiddenStatePrivacyEngine
-from hidden_state_adapters.opacus.reading import drawn_rate
+from hidden_state_adapters.opacus.order import drawn_rate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

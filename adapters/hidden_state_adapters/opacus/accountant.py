@@ -36,7 +36,7 @@ from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Run
 from hidden_state_adapters.opacus.gradients import read
 from hidden_state_adapters.opacus.noise import whose_noise
-from hidden_state_adapters.opacus.reading import drawn_rate
+from hidden_state_adapters.opacus.order import drawn_rate
 from hidden_state_adapters.opacus.registry import (
     AccountedRun,
     Lineage,

@@ -115,26 +115,25 @@ class DeclaredSchedule:
 
     def check_rate(self, step: int, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError if a step uses another rate than the declared one."""
-        rates, target = self.learning_rates, self.target_rate
-        if rates is None and target is None:
+        rates, expected = self.learning_rates, self.target_rate
+        if rates is None and expected is None:
             return
+        why = (
+            "for which make_private_with_epsilon found the noise: with another one epsilon may "
+            "miss the target. The step was not taken. Pass schedule= to make_private_with_epsilon, "
+            "one rate for every logical step."
+        )
+        if rates is not None:
+            expected = float(rates[0 if len(rates) == 1 else step - 1])
+            why = (
+                "as declared by schedule=. The step was not taken. Give make_private the schedule "
+                "that the loop follows; step the scheduler once per logical step."
+            )
         rate = float(optimizer.param_groups[0]["lr"])
-        if rates is None:
-            assert target is not None
-            if not math.isclose(rate, target, rel_tol=_ROUNDING):
-                raise UnsupportedRunError(
-                    f"step {step} uses learning rate {rate:.8g}, expected {target:.8g}, for which "
-                    "make_private_with_epsilon found the noise: with another one epsilon may miss "
-                    "the target. The step was not taken. Pass schedule= to "
-                    "make_private_with_epsilon, one rate for every logical step."
-                )
-            return
-        declared = float(rates[0 if len(rates) == 1 else step - 1])
-        if not math.isclose(rate, declared, rel_tol=_ROUNDING):
+        assert expected is not None
+        if not math.isclose(rate, expected, rel_tol=_ROUNDING):
             raise UnsupportedRunError(
-                f"step {step} uses learning rate {rate:.8g}, expected {declared:.8g} as "
-                "declared by schedule=. The step was not taken. Give make_private the "
-                "schedule that the loop follows; step the scheduler once per logical step."
+                f"step {step} uses learning rate {rate:.8g}, expected {expected:.8g}, {why}"
             )
 
     def assumptions(self, run: Run, proven: Iterable[Assumption]) -> tuple[Assumption, ...]:

@@ -39,15 +39,15 @@ from hidden_state_adapters.opacus.frozen import refuse_packed_sequences
 from hidden_state_adapters.opacus.gradients import rows_of
 from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
 from hidden_state_adapters.opacus.norms import ROUNDING, check_clip_margin, joint_norm
-from hidden_state_adapters.opacus.precision import check_precision
-from hidden_state_adapters.opacus.processes import num_processes
-from hidden_state_adapters.opacus.reading import (
+from hidden_state_adapters.opacus.order import (
     LoaderReading,
     drawn_rate,
     draws_from_shares,
     poisson_rate,
     read_loader,
 )
+from hidden_state_adapters.opacus.precision import check_precision
+from hidden_state_adapters.opacus.processes import num_processes
 from hidden_state_adapters.opacus.registry import AccountedRun, declared_by
 from hidden_state_adapters.opacus.settings import UnsupportedUpdateError, update_of
 
