@@ -89,9 +89,8 @@ def test_the_error_is_in_no_checkpoint_of_the_optimizer_alone(tmp_path):
 
 def test_the_error_is_in_no_text_and_no_config():
     _, optimizer = marked()
-    report = optimizer.report(1e-5, dataset_size=1, batch_order="full")
     config = optimizer.get_config(), tf.keras.optimizers.serialize(optimizer)
-    for text in (repr(optimizer), str(optimizer), vars(optimizer), report, config):
+    for text in (repr(optimizer), str(optimizer), vars(optimizer), config):
         assert not SHOWN.search(str(text))
 
 
@@ -130,9 +129,8 @@ def test_configuration_makes_the_round_trip(variant):
     ):
         assert type(again) is type(optimizer)
         assert again.get_config() == optimizer.get_config()
-    assert optimizer.get_config()["error_l2_norm_clip"] == (
-        CLIP if variant == "automatic" else ERROR_CLIP
-    )
+    error_clip = CLIP if variant == "automatic" else ERROR_CLIP
+    assert optimizer.get_config()["error_l2_norm_clip"] == error_clip
     assert isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
     if variant != "adam":
         assert type(Subclass.from_config(optimizer.get_config())) is Subclass
@@ -146,7 +144,7 @@ def test_a_loaded_optimizer_starts_another_run(tmp_path, suffix):
     loaded = tf.keras.models.load_model(tmp_path / f"model{suffix}")
     assert type(loaded.optimizer) is DiceKerasAdamOptimizer
     assert loaded.optimizer.get_config() == optimizer.get_config()
-    check_another_run(loaded, loaded.optimizer, optimizer, 1 if suffix == ".h5" else 0)
+    check_another_run(loaded, loaded.optimizer, 1 if suffix == ".h5" else 0)
 
 
 def test_a_checkpoint_starts_another_run(tmp_path):
@@ -155,16 +153,12 @@ def test_a_checkpoint_starts_another_run(tmp_path):
     other = tf.keras.models.clone_model(model)
     again = make("adam", 1.0, error_l2_norm_clip=None)
     tf.train.Checkpoint(model=other, optimizer=again).restore(path)
-    check_another_run(other, again, optimizer, 1)
+    check_another_run(other, again, 1)
 
 
-def check_another_run(model, again, old, before):
+def check_another_run(model, again, before):
     features = tf.constant([[0.25]])
     again.minimize(lambda: tf.reduce_sum(model(features), 1), model.trainable_variables)
     assert int(again.iterations) == before + 1  # Keras' count, and the moments, go on
     assert error_of(again) == [0.0]  # 0.25 is not clipped
-    arguments = {"dataset_size": 1, "batch_order": "full"}
-    assert again.privacy_event(**arguments).num_steps == 1
-    line = "NOT in these figures: 1 steps before this optimizer was loaded"
-    assert (line in again.report(1e-5, **arguments)) is bool(before)
-    assert line not in old.report(1e-5, **arguments)
+    assert again.last_step.steps == 1

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from cases import first
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
@@ -22,10 +23,10 @@ from keras_dice import (
     step,
 )
 
-from hidden_state_adapters.tf_privacy import (
-    CyclicDPKerasSGDOptimizer,
-    DiceKerasSGDOptimizer,
-)
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer
+from hidden_state_adapters.tf_privacy.dice import clip_factor
+from hidden_state_adapters.tf_privacy.step import joint_norm
 
 pytestmark = pytest.mark.usefixtures("restored_precision")
 
@@ -171,6 +172,70 @@ def test_keras_sees_the_noisy_updates_only(variant, base, options):
         optimizer.apply_gradients(pairs)
         plain.apply_gradients([(g, c) for (g, _), c in zip(pairs, copies, strict=True)])
     np.testing.assert_array_equal(flat(model.trainable_variables), flat(copies))
+
+
+# --- the clip and what one record does ----------------------------------------------
+
+
+def test_the_clip_is_exact():
+    norms = tf.constant([0.0, 0.3, 0.5, 2.0], tf.float64)
+    factors = clip_factor(norms, 0.5, tf.float32, automatic=False)
+    np.testing.assert_array_equal(factors, [1.0, 1.0, 1.0, 0.25])
+    factors = clip_factor(norms, 0.5, tf.float32, automatic=True)
+    np.testing.assert_allclose(factors * norms, [0.0, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize("clip", [1e-20, 1.0])
+@pytest.mark.parametrize(
+    ("dtype", "exponents"),
+    [(tf.float32, np.linspace(-45, 35, 81)), (tf.float64, np.linspace(-320, 300, 63))],
+)
+def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(
+    dtype, exponents, clip, automatic
+):
+    for exponent in exponents:
+        vector = np.full(100, 10.0**exponent).astype(dtype.as_numpy_dtype)
+        norm = joint_norm([tf.constant(vector[:40]), tf.constant(vector[40:])])
+        factor = clip_factor(norm, clip, dtype, automatic=automatic)
+        result = (tf.cast(factor, dtype) * vector).numpy().astype(float)
+        assert np.abs(result).max() * 10 <= clip * (1 + 1e-6)
+        if vector[0] > 1e9 * np.finfo(vector.dtype).tiny:  # shorter ones may be flushed to zero
+            assert float(norm) == pytest.approx(10 * float(vector[0]), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "automatic"), first(2, [(300.0, False), (0.7, True), (0.7, False), (300.0, True)])
+)
+def test_what_one_record_does_is_within_the_bound(size, automatic):
+    """Without noise on neighbouring data sets: the squared differences of all updates together.
+
+    The outlier is preceded by a batch that pulls the error the other way.
+    """
+    gradients = np.zeros((6, 3))
+    gradients[:2, 0] = -size
+    seen = []
+    for gradients[2, 0] in (size, 0.0):
+        x = tf.Variable(np.zeros(3))
+        optimizer = make(automatic=automatic, learning_rate=1.0)
+
+        @tf.function
+        def one(rows, x=x, optimizer=optimizer):
+            optimizer.minimize(lambda: tf.linalg.matvec(rows, x), [x])
+
+        places = [x.numpy()]
+        for rows in [*np.split(gradients, 3)] * 5:
+            one(tf.constant(rows))
+            places.append(x.numpy())
+        seen.append(np.diff(places, axis=0))
+    event = hsa.DiceSgdDpEvent(
+        noise_std=1.0, clip_norm=CLIP, batch_size=2, dataset_size=6, num_steps=15,
+        error_clip_norm=ERROR_CLIP, batch_order="cyclic",
+        automatic=automatic, gradient_bound=size,
+    )  # fmt: skip
+    allowed = hsa.DiceSgdAccountant().compose(event).guarantee.mu
+    shown = np.linalg.norm(seen[0] - seen[1])
+    assert 0.3 * allowed < shown <= allowed * (1 + 1e-9)
 
 
 # --- what the algorithm is for --------------------------------------------------------------------

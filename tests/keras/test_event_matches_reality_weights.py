@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
-from keras_fit import at_batch, callbacks, compile_with
+from keras_fit import callbacks, compile_with
 from misuse import each_row
 
 import hidden_state_accountants as hsa
@@ -43,9 +43,41 @@ def stopped_by_a_callback(run):
 # Weights that the optimizer did not leave.
 
 
-def nudged_between_batches_with_xla(run):
-    compile_with(run, jit_compile=True)
-    run.fit(callbacks=[at_batch(2, lambda: nudge(run))])
+def nudged_after_an_epoch(run):
+    """By a callback whose turn comes first."""
+    swap = callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: nudge(run))
+    run.model.fit(run.data, callbacks=[swap, run.callback], epochs=2, verbose=0)
+
+
+def nudged_before_an_epoch(run):
+    """By a callback whose turn comes last."""
+    swap = callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: epoch and nudge(run))
+    run.fit(callbacks=[swap], epochs=2)
+
+
+def nudged_between_two_fits(run):
+    run.fit()
+    nudge(run)
+    run.fit()
+
+
+def trained_on_one_batch_between_two_fits(run):
+    run.fit()
+    run.model.train_on_batch(run.x[:4], run.y[:4])
+    run.fit()
+
+
+def trained_in_a_loop_between_two_fits(run):
+    run.fit()
+    with tf.GradientTape() as tape:
+        losses = tf.nn.sigmoid_cross_entropy_with_logits(run.y[:4], run.model(run.x[:4]))[:, 0]
+    run.optimizer.minimize(losses, run.variables, tape=tape)
+    run.callback.get_epsilon(1e-5)
+
+
+def several_steps_in_one_execution(run):
+    compile_with(run, steps_per_execution=3)
+    run.fit()
 
 
 def other_optimizer_within_the_run(run):
@@ -92,11 +124,12 @@ CASES = [
     (2, plateau, "got ReduceLROnPlateau"),
     (2, best_checkpoint, "save_best_only"),
     (2, stopped_by_a_callback, "stopped early"),
-    (
-        11,
-        nudged_between_batches_with_xla,
-        "step 4 was not taken. The trainable variables were changed",
-    ),
+    (11, nudged_after_an_epoch, "changed outside the private optimizer"),
+    (11, nudged_before_an_epoch, "changed outside the private optimizer"),
+    (11, nudged_between_two_fits, "changed outside the private optimizer"),
+    (1, trained_on_one_batch_between_two_fits, "took 7 steps, but 6 are recorded"),
+    (1, trained_in_a_loop_between_two_fits, "took 7 steps, but 6 are recorded"),
+    (1, several_steps_in_one_execution, "has taken 3 steps, expected 1"),
     (11, other_optimizer_within_the_run, "got another one"),
     (11, other_kind_of_optimizer, "Expected a CyclicDPKerasSGDOptimizer"),
     (13, backup_and_restore, "BackupAndRestore"),

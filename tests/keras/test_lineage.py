@@ -13,7 +13,6 @@ from misuse import each_row
 import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.tf_privacy import (
-    DiceKerasSGDOptimizer,
     HiddenStateSequential,
     PrivateRun,
     lineage,
@@ -328,40 +327,3 @@ def test_a_run_that_goes_on_after_its_weights_began_another_has_released_them(ma
     assert run.callback.privacy_event.release_steps == (6,)
 
 
-# --- optimizers without a record ------------------------------------------------------------------
-
-
-def dice():
-    return DiceKerasSGDOptimizer(0.25, 40.0, error_l2_norm_clip=0.125, learning_rate=0.5)
-
-
-@pytest.mark.parametrize("in_graphs", [False, True])
-def test_reports_of_an_optimizer_alone_are_refused_after_another_one(make_run, in_graphs):
-    run, arguments = make_run(), {"dataset_size": 24, "batch_order": "cyclic"}
-    first, second = dice(), dice()
-    for optimizer in (first, second):
-
-        def step(x, y, optimizer=optimizer):
-            with tf.GradientTape() as tape:
-                losses = tf.nn.sigmoid_cross_entropy_with_logits(y, run.model(x))[:, 0]
-            optimizer.minimize(losses, run.variables, tape=tape)
-
-        act = tf.function(step) if in_graphs else step
-        for x, y in run.data:
-            act(x, y)
-        if optimizer is first:
-            assert "epsilon" in first.report(DELTA, **arguments)
-    with pytest.raises(hsa.UnsupportedRunError, match="no other private optimizer has trained"):
-        second.report(DELTA, **arguments)
-    assert second.privacy_event(**arguments).num_steps == 6  # to compose by hand
-
-
-def test_so_are_those_of_an_optimizer_whose_record_composes(make_run):
-    run = trained(make_run)
-    again = make_run(callback={"gradient_bound": 1.4143})
-    again.model, again.optimizer = run.model, dice()
-    compile_with(again, run_eagerly=True)
-    again.fit()
-    assert len(again.callback.privacy_events) == 2
-    with pytest.raises(hsa.UnsupportedRunError, match="no other private optimizer has trained"):
-        again.optimizer.report(DELTA, dataset_size=24, batch_order="cyclic")

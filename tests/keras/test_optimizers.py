@@ -9,7 +9,6 @@ import sys
 import numpy as np
 import pytest
 from cases import first
-from dp_accounting import NeighboringRelation
 
 pytest.importorskip("tensorflow")
 import tensorflow as tf
@@ -98,14 +97,13 @@ def train(model, optimizer, epochs=1, take=step):
 
 MODES = {
     "cyclic": (two_calls, None),
-    "microbatches": (tape_step, {}),
     "dice": (step, {"jit_compile": True}),
-    "adam": (two_calls, {}),
+    "adam": (tape_step, {}),
     "blocks": (step, None),
 }
 
 
-@pytest.mark.parametrize("name", first(3, ["cyclic", "dice", "blocks", "adam", "microbatches"]))
+@pytest.mark.parametrize("name", first(3, ["cyclic", "dice", "blocks", "adam"]))
 def test_a_loop_takes_the_steps_of_the_model(name):
     act, graph = MODES[name]
     own, optimizer = network(), KINDS[name]()
@@ -189,41 +187,13 @@ def applied_twice(model, optimizer, x, y):
     optimizer.apply_gradients(pairs)
 
 
-def not_applied(model, optimizer, x, y):
-    for _ in range(2):
-        optimizer._compute_gradients(lambda: bce()(y, model(x)), model.trainable_variables)
-
-
-def moved(model, optimizer, x, y):
-    step(model, optimizer, x, y)
-    model.layers[0].bias.assign_add([1e-6, 0.0])
-    step(model, optimizer, x, y)
-
-
-def fewer_rows(model, optimizer, x, y):
-    step(model, optimizer, x, y)
-    step(model, optimizer, x[:3], y[:3])
-
-
 def other_variables(model, optimizer, x, y):
     step(model, optimizer, x, y)
     step(network(), optimizer, x, y)
 
 
-def not_a_number(model, optimizer, x, y):
-    step(model, optimizer, np.where(np.arange(B)[:, None] == 2, np.nan, x), y)
-
-
-def too_long(model, optimizer, x, y):
-    optimizer.minimize(lambda: 1e3 * bce()(y, model(x)), model.trainable_variables)
-
-
 def estimator(model, optimizer, x, y):
     optimizer.get_gradients(0.0, model.trainable_variables)
-
-
-def loss_scaling(model, optimizer, x, y):
-    tf.keras.mixed_precision.LossScaleOptimizer(optimizer)
 
 
 REFUSED = {
@@ -233,14 +203,8 @@ REFUSED = {
     weights_of_losses: "grad_loss = None",
     foreign_gradients: "not the noisy mean",
     applied_twice: "not the noisy mean",
-    not_applied: "refused, interrupted or not applied",
-    moved: "changed outside the private optimizer",
-    fewer_rows: "another number of rows",
     other_variables: "variables of the steps before",
-    not_a_number: "gradient is not finite",
-    too_long: "longer than loss_geometry.lipschitz",
     estimator: "Estimators are not supported",
-    loss_scaling: "loss scaling",
 }
 
 
@@ -254,8 +218,7 @@ def test_refused(act):
 
 
 @pytest.mark.parametrize(("name", "jit"), [("cyclic", False), ("blocks", False), ("dice", True)])
-def test_a_refused_step_in_a_graph_changes_nothing_and_ends_the_run(name, jit):
-    """XLA compiles no assertions: there only the log tells."""
+def test_what_is_noted_of_steps_in_a_graph(name, jit):
     x, y = (part[:B] for part in data())
     model, optimizer = network(), KINDS[name](1.0)
 
@@ -264,21 +227,13 @@ def test_a_refused_step_in_a_graph_changes_nothing_and_ends_the_run(name, jit):
         step(model, optimizer, x, y)
 
     take(x, y)
-    before = model.get_weights()
-    for features, text in ((x + np.nan, "not finite"), (x, "not finite|refused, interrupted")):
-        if jit:
-            take(features, y)
-            assert "not finite" in str(optimizer.last_step.problem)
-        else:
-            with pytest.raises(tf.errors.InvalidArgumentError, match=text):
-                take(features, y)
-        for a, b in zip(model.get_weights(), before, strict=True):
-            np.testing.assert_array_equal(a, b)
-    assert optimizer.last_step.steps == 1
-    if name != "cyclic":
-        known = {"dataset_size": N} | ({} if name == "blocks" else {"batch_order": "cyclic"})
-        with pytest.raises(hsa.UnsupportedRunError, match="Start again with another optimizer"):
-            optimizer.privacy_event(**known)
+    take(x[:3], y[:3])
+    noted = optimizer.last_step
+    assert (noted.steps, noted.rows, noted.problem) == (2, 3, "")
+    rate = SCHEDULE(1) if name == "cyclic" else 0.5
+    assert noted.learning_rate == pytest.approx(float(rate), rel=1e-6)
+    take(x + np.nan, y)
+    assert "not finite" in optimizer.last_step.problem
 
 
 @pytest.mark.usefixtures("row_by_row")
@@ -300,30 +255,10 @@ def test_other_blocks_are_refused(blocks, text):
 
 
 @pytest.mark.usefixtures("row_by_row")
-def test_a_step_of_blocks_that_is_interrupted_or_has_another_rate_has_no_event():
-    x, y = (part[:B] for part in data())
-    calls = []
-
-    def interrupted(model):
-        calls.append(1)
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return bce()(y, model(x))
-
+def test_a_tensor_is_no_loss_of_several_blocks():
     model, optimizer = network(), KINDS["blocks"](1.0)
-    step(model, optimizer, x, y)
-    with pytest.raises(KeyboardInterrupt):
-        optimizer.minimize(lambda: interrupted(model), variables_of(model, optimizer))
-    with pytest.raises(hsa.UnsupportedRunError, match="computed 2 times, but 1 steps"):
-        optimizer.privacy_event(dataset_size=B)
-    model, optimizer = network(), KINDS["blocks"](1.0)
-    step(model, optimizer, x, y)
-    optimizer.learning_rate = 0.25
-    with pytest.raises(hsa.UnsupportedRunError, match="learning rate was changed"):
-        step(model, optimizer, x, y)
-    losses = tf.zeros([2])
     with pytest.raises(hsa.UnsupportedRunError, match="override train_step"):
-        optimizer.minimize(losses, variables_of(model, optimizer), tape=tf.GradientTape())
+        optimizer.minimize(tf.zeros([2]), variables_of(model, optimizer), tape=tf.GradientTape())
 
 
 ARGUMENTS = [
@@ -386,27 +321,6 @@ def test_saved_models_load_with_the_optimizer_and_train_on(tmp_path, name, suffi
     assert loaded.optimizer.get_config() == model.optimizer.get_config()
     step(loaded, loaded.optimizer, *(part[:B] for part in data()))
     assert loaded.optimizer.last_step.steps == 1
-
-
-# The account of a loop that nobody records
-
-
-@pytest.mark.usefixtures("row_by_row")
-def test_blocks_account_their_own_loops():
-    model, blocks = network(), KINDS["blocks"](2.0)
-    with pytest.raises(ValueError, match="at least one step"):
-        blocks.report(1e-5, dataset_size=N)
-    train(model, blocks)
-    event = blocks.privacy_event(dataset_size=N)
-    assert (event.num_epochs, event.num_blocks, event.step_size) == (1, 2, 0.5)
-    assert event.noise_variance == pytest.approx(0.5 * (2.0 * 0.3 / B) ** 2 / 2, rel=1e-12)
-    relation = NeighboringRelation.REPLACE_ONE
-    epsilon = hsa.BlockCoordinateAccountant(relation).compose(event).get_epsilon(1e-5)
-    text = blocks.report(1e-5, dataset_size=N, neighboring_relation=relation)
-    assert hsa.figures.fixed_up(epsilon, 3)[:4] in text
-    model.layers[0].bias.assign_add([1.0, 0.0])
-    with pytest.raises(hsa.UnsupportedRunError, match="changed after the last step"):
-        blocks.report(1e-5, dataset_size=N)
 
 
 @pytest.mark.usefixtures("row_by_row")

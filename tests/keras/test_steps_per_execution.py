@@ -86,7 +86,7 @@ def test_after_a_refused_step_none_is_taken():
     x[3 * BATCH] = np.inf
     model = make(steps_per_execution=PERIOD)
     model.build((None, FEATURES))
-    with pytest.raises(hsa.UnsupportedRunError, match=r"step 4 was not taken.*not finite"):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 4 ends the run.*not finite"):
         fit(model, x=x)
     alone = make()
     alone.build((None, FEATURES))

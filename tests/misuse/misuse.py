@@ -84,6 +84,7 @@ class Misuse:
         computed: The same for trainers that compute their steps themselves; CONSTRUCTED: weights
             and event are those of the honest run; DECLARED: nobody looks. None: as for the others.
         composed: The same for trainers whose every step counts.
+        trusted: The same for optimizers in a loop of somebody else, at TensorFlow Privacy's trust.
         setting: What it changes: accounted by optimizers that record it.
         goes_on: Frameworks in which the refusal does not end the run: no step was asked for, or it
             is about the model as it is.
@@ -97,6 +98,7 @@ class Misuse:
     keras: str | None
     computed: str | None = attrs.field(default=None, kw_only=True)
     composed: str | None = attrs.field(default=None, kw_only=True)
+    trusted: str | None = attrs.field(default=None, kw_only=True)
     setting: str = attrs.field(default="", kw_only=True)
     goes_on: tuple[str, ...] = attrs.field(default=(), kw_only=True)
     needs_bound: bool = attrs.field(default=False, kw_only=True)
@@ -162,6 +164,8 @@ def _check(framework, misuse, make_trial, honest_epochs):
         outcome = misuse.computed
     if misuse.composed is not None and make_trial("").is_composed:
         outcome = misuse.composed
+    if misuse.trusted is not None and make_trial("").is_trusted:
+        outcome = misuse.trusted
     if outcome == CONSTRUCTED:
         _check_constructed(make_trial, misuse, honest_epochs)
         return
@@ -280,6 +284,7 @@ def gradients_not_used(trial):
     trial.epoch()
     trial.unused_gradients()
     trial.epoch()
+    return {"num_steps": 2 * STEPS}
 
 
 def interrupted_and_gone_on(trial):
@@ -516,12 +521,11 @@ def released_between_steps(trial):
 
 OPACUS, KERAS, BOTH = ("opacus",), ("keras",), ("opacus", "keras")
 MOVED = "changed outside"
-NOT_APPLIED = r"computed \d times|refused, interrupted or not applied"
 FIXED = "not trained was changed|gradient_bound|longer than loss_geometry.lipschitz"
 OTHER_VARIABLES = (
     "changed outside|not trained was changed|variables of the steps before|in one and not in the"
 )
-CONSTANT = "learning rate was changed|constant values|Earlier noisy gradients"
+CONSTANT = "constant values"
 SEVERAL = "num_microbatches = None or"
 
 MISUSES = (
@@ -546,7 +550,7 @@ MISUSES = (
     Misuse(1, more_rows, "used 3 rows, expected batch_size = 2", None),
     Misuse(1, batch_doubled, "used 4 rows, expected batch_size = 2", None),
     Misuse(1, no_rows, "used 0 rows, expected batch_size = 2", None),
-    Misuse(1, a_second_pass, "gradients of 2 batches|follows 2 training passes", NOT_APPLIED),
+    Misuse(1, a_second_pass, "gradients of 2 batches|follows 2 training passes", ACCOUNTED),
     # Other update rules.
     Misuse(3, becomes("momentum", 0.9), "momentum = 0", "momentum", setting="momentum",
            goes_on=KERAS),
@@ -573,15 +577,15 @@ MISUSES = (
     Misuse(10, precision_halved, "float32 or float64", None),
     Misuse(21, coarse_products, ACCOUNTED, None, computed="used features of norm"),
     # Other weights.
-    Misuse(11, weights_moved_between_steps, MOVED, MOVED),
-    Misuse(11, weights_moved_a_little, MOVED, MOVED),
-    Misuse(11, weights_moved_in_the_pass, MOVED, MOVED),
+    Misuse(11, weights_moved_between_steps, MOVED, MOVED, trusted=DECLARED),
+    Misuse(11, weights_moved_a_little, MOVED, MOVED, trusted=DECLARED),
+    Misuse(11, weights_moved_in_the_pass, MOVED, None),
     Misuse(11, weights_moved_for_the_pass, MOVED, None),
     Misuse(11, weights_moved_at_the_end, MOVED, MOVED, goes_on=BOTH),
     Misuse(11, older_weights_loaded, MOVED, MOVED, goes_on=KERAS),
     Misuse(11, averaged_weights_released, MOVED, MOVED, goes_on=BOTH),
     Misuse(101, averaged_weights_accounted, None, MOVED, goes_on=KERAS),
-    Misuse(11, trained_without_noise, MOVED, MOVED),
+    Misuse(11, trained_without_noise, MOVED, MOVED, trusted=DECLARED),
     Misuse(11, update_applied_again, MOVED, "not the noisy mean", goes_on=BOTH),
     Misuse(11, parameter_frozen, r"trains \[|of the construction", OTHER_VARIABLES, goes_on=KERAS,
            composed=ACCOUNTED),
@@ -655,11 +659,11 @@ MISUSES = (
            "without steps, got", goes_on=BOTH),
     Misuse(26, older_run_goes_on, "This run ended when make_private was called again", None,
            goes_on=OPACUS),
-    Misuse(30, interrupted_and_gone_on, "interrupted", NOT_APPLIED + "|fit was interrupted"),
-    Misuse(30, interrupted_and_reported, "interrupted", NOT_APPLIED + "|fit was interrupted"),
+    Misuse(30, interrupted_and_gone_on, "interrupted", "fit was interrupted"),
+    Misuse(30, interrupted_and_reported, "interrupted", "fit was interrupted"),
     Misuse(30, refusal_ignored, "An earlier step of this run was",
-           NOT_APPLIED + "|cannot go on|was not taken"),
-    Misuse(31, gradients_not_used, CONSTRUCTED, NOT_APPLIED),
+           "cannot go on|ends the run"),
+    Misuse(31, gradients_not_used, CONSTRUCTED, ACCOUNTED),
     # The data.
     Misuse(80, data_batched, None, "already batched", goes_on=KERAS),
     Misuse(80, data_batched_to_known_shapes, None, "already batched", goes_on=KERAS),

@@ -183,6 +183,8 @@ class KerasTrial(OnKeras):
     has_bound: bool = True
     by_blocks: bool = False
 
+    is_trusted = True
+
     def __attrs_post_init__(self):
         if self.layer not in ("", "batch_norm", "counts", "adapted"):
             raise NotImplementedError("what an entry of the loss is about is the user's word")
@@ -289,7 +291,7 @@ class KerasTrial(OnKeras):
         return getattr(self.optimizer, self._setting(name), None)
 
     def _setting(self, name):
-        if name not in ("learning_rate", "momentum"):
+        if name not in self.optimizer._hyper:  # of Adam no momentum
             raise NotImplementedError(f"{name} cannot be set by public means")
         return name
 
@@ -370,6 +372,10 @@ class KerasTrial(OnKeras):
 
     def release(self):
         self.account.release()
+
+    def questions(self):
+        """A release within fit is one of a callback; that fit is over shows in the next one."""
+        return [self.get_epsilon, self.event, self.epoch]
 
 
 def arrays():

@@ -17,6 +17,7 @@ class Trial:
         has_bound: Whether a bound on the gradients is declared, which scaled losses exceed.
         is_computed: Whether the trainer computes its steps from what it holds itself.
         is_composed: Whether every step counts, at the trust of the upstream.
+        is_trusted: Whether an optimizer is in a loop of somebody else, who is trusted.
     """
 
     start: dict
@@ -24,6 +25,7 @@ class Trial:
     has_bound = True
     is_computed = False
     is_composed = False
+    is_trusted = False
 
     # The loop
 

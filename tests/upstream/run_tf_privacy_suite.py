@@ -52,7 +52,7 @@ ESTIMATOR = (
 )
 MICROBATCHES = (
     UnsupportedRunError,
-    "Expected num_microbatches = None or",
+    "Expected num_microbatches = None, or one",
     "DiceSGD clips single examples: no theorem covers the error of a microbatch",
 )
 SEVERAL = (
@@ -69,7 +69,7 @@ NO_ACCUMULATION = (
 # gradient to be zero, as DPKerasSGDOptimizer.
 UNCONNECTED_ARGUMENT = (
     TypeError,
-    "unexpected argument 'unconnected_gradients_to_zero'",
+    "Unexpected keyword argument passed to optimizer: unconnected_gradients_to_zero",
     "unconnected gradients are always zero; the argument is left out",
 )
 

@@ -19,17 +19,12 @@ from typing import TYPE_CHECKING, Any
 from hidden_state_adapters.tf_privacy import requirements
 
 if TYPE_CHECKING:
-    from hidden_state_adapters.tf_privacy.block_optimizer import BlockCoordinateKerasOptimizer
     from hidden_state_adapters.tf_privacy.blocks import (
         BlockCoordinateUpdate,
     )
     from hidden_state_adapters.tf_privacy.callback import HiddenStateCallback
     from hidden_state_adapters.tf_privacy.data import cyclic_dataset
     from hidden_state_adapters.tf_privacy.dice import DiceUpdate
-    from hidden_state_adapters.tf_privacy.dice_optimizers import (
-        DiceKerasAdamOptimizer,
-        DiceKerasSGDOptimizer,
-    )
     from hidden_state_adapters.tf_privacy.losses import (
         EnvelopeBinaryCrossentropy,
         EnvelopeCategoricalCrossentropy,
@@ -42,16 +37,21 @@ if TYPE_CHECKING:
         HiddenStateSequential,
         make_private,
     )
-    from hidden_state_adapters.tf_privacy.optimizers import CyclicDPKerasSGDOptimizer
+    from hidden_state_adapters.tf_privacy.optimizers import (
+        BlockCoordinateKerasOptimizer,
+        CyclicDPKerasSGDOptimizer,
+        DiceKerasAdamOptimizer,
+        DiceKerasSGDOptimizer,
+    )
     from hidden_state_adapters.tf_privacy.run import PrivateRun
     from hidden_state_adapters.tf_privacy.statement import compute_last_iterate_privacy_statement
 
 _MODULES = {
-    "BlockCoordinateKerasOptimizer": "block_optimizer",
+    "BlockCoordinateKerasOptimizer": "optimizers",
     "BlockCoordinateUpdate": "blocks",
     "CyclicDPKerasSGDOptimizer": "optimizers",
-    "DiceKerasAdamOptimizer": "dice_optimizers",
-    "DiceKerasSGDOptimizer": "dice_optimizers",
+    "DiceKerasAdamOptimizer": "optimizers",
+    "DiceKerasSGDOptimizer": "optimizers",
     "DiceUpdate": "dice",
     "EnvelopeBinaryCrossentropy": "losses",
     "EnvelopeCategoricalCrossentropy": "losses",

@@ -25,7 +25,6 @@ from hidden_state_accountants import (
     Schedule,
 )
 from hidden_state_accountants.advice import no_contraction_line
-from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.runs.run import Run, Step
 from hidden_state_accountants.runs.statement import Statement
@@ -411,7 +410,7 @@ class Algorithm:
             batch_order=plan.order,
             batch_size=plan.batch_size,
             dataset_size=plan.dataset_size,
-            loss=_of_means(self._loss) if is_microbatched else self._loss,
+            loss=None if is_microbatched else self._loss,
             prox_strong_convexity=self._settings.prox_strong_convexity,
             domain_diameter=math.inf if radius is None else 2 * radius,
             sampling_rate=plan.sampling_rate,
@@ -513,9 +512,9 @@ class Algorithm:
         if each > 1:
             checked.append(
                 f"fixed microbatches of {each} examples, in the order of the data set: each is a "
-                "record of the event, and its mean gradient is clipped as one. An example that is "
-                "replaced moves it by up to twice the clip norm, which is what REPLACE_ONE says of "
-                "a record"
+                "record of the event, accounted by composition, and its mean gradient is clipped "
+                "as one. An example that is replaced moves it by up to twice the clip norm, which "
+                "is what REPLACE_ONE says of a record"
             )
         if self._settings.projection_radius is not None:
             checked.append(
@@ -591,17 +590,6 @@ def declared_rates(given: Any, recorded: float | Schedule) -> list[str]:
 
 def _is_schedule(given: Any) -> bool:
     return isinstance(given, tf.keras.optimizers.schedules.LearningRateSchedule)
-
-
-def _of_means(loss: LossGeometry | None) -> LossGeometry | None:
-    """The geometry of the mean of several losses.
-
-    It has the smoothness of its parts, but it is no generalised linear model: their
-    gradients have different directions.
-    """
-    if loss is None or loss.kind is not LossKind.GENERALIZED_LINEAR:
-        return loss
-    return LossGeometry.convex(loss.smoothness, loss.lipschitz)
 
 
 def _derived_map(settings: Settings) -> list[Assumption]:

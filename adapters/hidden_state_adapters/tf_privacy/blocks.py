@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import attrs
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
@@ -25,7 +24,7 @@ _DELTA = 1e-5  # where it is asked whether hidden iterates help
 CHECKED = (
     "constant learning rate, clip norm, noise multiplier and prox; the clip of each block as one "
     "vector; finite gradients, taken of each block at the values of that moment; blocks that are "
-    "together all that is trained, changed by nobody else"
+    "together all that is trained"
 )
 Blocks = tuple[tuple[Any, ...], ...]
 
@@ -271,13 +270,6 @@ class BlockSteps(Algorithm):
     def new_run(self, declared: Declared) -> Run:
         """Of which the last blocks are released."""
         return BlockCoordinateRun(**self._constants())
-
-    def run_so_far(self, **of_data: Any) -> BlockCoordinateRun:
-        """The run of steps that nobody recorded, on the data that are declared now."""
-        last, (_, _, longest) = self.last_step, self.iterate.totals()
-        run = BlockCoordinateRun(batch_size=last.rows, **self._settings_of_run, **of_data)
-        run.add_counted(self.step_of(attrs.evolve(last, largest_norm=longest)), last.steps)
-        return run
 
     @property
     def _settings_of_run(self) -> dict[str, Any]:

@@ -44,10 +44,13 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         `BlockCoordinateDpEvent` for BlockCoordinateKerasOptimizer (whole epochs; blocks that are
         released within the run are accounted by composition).
       - Checked: the data are those of `cyclic_dataset`, one step is made on each batch, layers and
-        other callbacks are ones that can be accounted; what the optimizer checks of every step;
-        after every epoch, that variables that are not trained are unchanged.
+        other callbacks are ones that can be accounted; after every step its learning rate, its
+        number of rows, and that its gradients are finite and not longer than declared; when an
+        epoch begins and when epsilon is asked for, that the weights are those that the last step
+        left; after every epoch, that variables that are not trained are unchanged.
       - Declared by you, and listed by `assumptions`: that each entry of the loss is about one
-        example of the batch, as TensorFlow Privacy's optimizers assume; what you declare. Losses
+        example of the batch, that every update is applied, and that nothing else changes the
+        weights within an epoch, as TensorFlow Privacy's optimizers assume; what you declare. Losses
         and metrics of the training data (History, progress bar) have no privacy guarantee and must
         stay private.
 
@@ -192,7 +195,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 "accounted. Drop them."
             )
         declared = optimizer.known(self._declared)
-        each = optimizer.examples_of_record(self._batch_size)
+        each = optimizer.told.microbatch(self._batch_size)
         records, size = range(batches.used // each), self._batch_size // each
         plan = EqualPlan(records, size, BatchOrder.CYCLIC)
         return RecordedRun(
@@ -219,10 +222,18 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 "may differ. Keep the result of cyclic_dataset and pass it to every call of fit."
             )
 
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Compares the weights with those that the epoch before has left."""
+        if batch == 0:
+            assert self._record is not None
+            self._record.check_iterate()
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Records the step."""
+        """Records the step, and keeps a copy of what the last one of an epoch leaves."""
         assert self._record is not None
         self._record.add(batch)
+        if self._record.next_batch == 0:
+            self._record.optimizer.iterate.look()
         if self.releases[1]:
             self._record.release()
 

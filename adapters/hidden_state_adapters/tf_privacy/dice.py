@@ -32,8 +32,7 @@ from hidden_state_adapters.tf_privacy.step import PlainSGD, Update, joint_norm
 
 CHECKED = (
     "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
-    "finite gradients, one row each, in float32 or float64; the same variables, changed by this "
-    "optimizer only; every noisy update applied once"
+    "finite gradients, one row each, in float32 or float64; the same variables"
 )
 # An automatic clip takes a vector for 0 below this part of its length, so that the factor stays
 # within float32.
@@ -100,12 +99,10 @@ class DiceRule(PlainSGD):
     Attributes:
         error_clip: C_2.
         automatic: Whether both clips normalise.
-        first_iteration: The optimizer's iterations when the run began: not 0 if it was loaded.
 
     Args:
         inner: Moves the variables.
         variables: Those that are trained.
-        iterations: Keras' count of the updates, a variable.
         error_clip: C_2.
         automatic: Likewise.
 
@@ -116,7 +113,6 @@ class DiceRule(PlainSGD):
         self,
         inner: PlainSGD,
         variables: Sequence[Any],
-        iterations: Any,
         *,
         error_clip: float,
         automatic: bool,
@@ -124,7 +120,6 @@ class DiceRule(PlainSGD):
         super().__init__(decay=inner.decay)
         self._inner, self.error_clip, self.automatic = inner, error_clip, automatic
         with tf.init_scope():
-            self.first_iteration = int(iterations.numpy())
             self._errors = [
                 tf.Variable(tf.zeros(v.shape, v.dtype.base_dtype), trainable=False)
                 for v in variables
@@ -185,12 +180,11 @@ class DiceRule(PlainSGD):
             ]
         }
 
-    def resume(self, private: Mapping[str, Any], first_iteration: int) -> None:
+    def resume(self, private: Mapping[str, Any]) -> None:
         """Stands where another one stood.
 
         Args:
             private: What `private_state` returned there.
-            first_iteration: As Keras counted when the run began.
 
         Raises:
             ValueError: The error is of other variables, or damaged; nothing is changed.
@@ -204,7 +198,6 @@ class DiceRule(PlainSGD):
             raise ValueError("The private state is damaged: the error is not finite.")
         for variable, error in zip(self._errors, errors, strict=True):
             variable.assign(error)
-        self.first_iteration = first_iteration
 
 
 def _array(part: Mapping[str, Any]) -> np.ndarray:
@@ -318,7 +311,7 @@ class DiceUpdate(UpdateRule):
                 f"Expected expected_batch_size = None or {plan.batch_size}, the divisor of every "
                 f"batch, got {self._divisor}. Leave it out."
             )
-        return DiceSteps(
+        steps = DiceSteps(
             settings,
             Update(optimizer, variables),
             plan,
@@ -326,6 +319,9 @@ class DiceUpdate(UpdateRule):
             error_l2_norm_clip=self.error_l2_norm_clip,
             automatic=self.automatic,
         )
+        if plan is None:
+            steps.step.divisor = self._divisor
+        return steps
 
 
 class DiceSteps(Algorithm):
@@ -380,7 +376,6 @@ class DiceSteps(Algorithm):
         self.rule = DiceRule(
             self._update.rule(),
             self._trained,
-            self.iterations,
             error_clip=self._error_clip,
             automatic=self._automatic,
         )
@@ -399,7 +394,7 @@ class DiceSteps(Algorithm):
 
     def resume(self, state: RunState, variables: Sequence[Any]) -> None:
         """As every mechanism's, with the error of the private state."""
-        self.rule.resume(state.private or {"error": []}, state.iterations - state.num_steps)
+        self.rule.resume(state.private or {"error": []})
         super().resume(state, variables)
 
     def known_loss(self, declared: Declared) -> LossGeometry | None:
@@ -436,16 +431,6 @@ class DiceSteps(Algorithm):
             **self.constants,
         )
 
-    def run_so_far(self, **of_data: Any) -> DiceSgdRun:
-        """The run of steps that nobody recorded, on the data that are declared now."""
-        entry, (fewest, most, longest) = self.last_step, self.iterate.totals()
-        size = self.step.divisor or entry.rows or 1
-        run = DiceSgdRun(batch_size=size, **self.constants, **of_data)
-        step = self.step_of(attrs.evolve(entry, rows=fewest, largest_norm=longest))
-        run.add_counted(step, entry.steps - 1 if entry.steps else 0)
-        run.add_counted(attrs.evolve(step, rows=most), min(entry.steps, 1))
-        return run
-
     def _rate_and_decay(self, rate: float) -> tuple[float, float]:
         """None: the rule of the update is free."""
         return 1.0, 0.0
@@ -464,10 +449,4 @@ class DiceSteps(Algorithm):
 
     def told(self, statement: Statement) -> str:
         """The lines to paste, with what the paper would have claimed."""
-        before = self.rule.first_iteration
-        if not before or len(statement.events) > 1:
-            return statement.lines()
-        return (
-            f"{statement.lines()}\nNOT in these figures: {before} steps before this optimizer was "
-            "loaded. They are another run; compose both events in one accountant."
-        )
+        return statement.lines()

@@ -236,15 +236,6 @@ class Lineage:
                 "assumption."
             )
 
-    def refuse_earlier_runs(self) -> None:
-        """Raises UnsupportedRunError if steps before those of this optimizer count as well."""
-        if self.earlier:
-            raise refusal(
-                "Expected variables that no other private optimizer has trained, got some that one "
-                "has: a report of the steps of this one alone would be too small. Compose the "
-                "events of both in one accountant, or use HiddenStateCallback, which does."
-            )
-
     def __reduce__(self) -> Any:
         """Copies and pickles what the runs are at this moment; a copy trains nothing."""
         return tuple, ((*self.earlier, self.snapshot()),)

@@ -1,37 +1,54 @@
-"""The private optimizers of Keras: drop-ins for TF Privacy's, over the one private step.
+"""The private optimizers of Keras: drop-ins for TensorFlow Privacy's, at its trust.
 
-An optimizer is shown a vector of losses and a tape. `_compute_gradients` prepares the step on the
-per-example gradients, and `apply_gradients` takes it. What run the steps make is a `Algorithm`'s,
-as of a model that is compiled with the same optimizer.
+An optimizer is shown a vector of losses and a tape. `_compute_gradients` clips the gradient of
+every example and adds the noise, `apply_gradients` moves the variables. As with TensorFlow
+Privacy's optimizers, whoever calls them sees to the rest: each entry of the loss is about one
+example, every update is applied, and nothing else moves the variables. `HiddenStateCallback`
+records Keras' own fit, and `make_private(model)` takes over what an optimizer was made with.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
 import tensorflow as tf
 
-from hidden_state_accountants import (
-    BatchOrder,
-    LossGeometry,
-    Regulariser,
-    validate,
-)
+from hidden_state_accountants import BatchOrder, LossGeometry, Regulariser, validate
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
-from hidden_state_adapters.tf_privacy.gradients import ExampleGradients, check_loss, of_rows
+from hidden_state_adapters.tf_privacy.blocks import BlockCoordinateUpdate, blocks_of
+from hidden_state_adapters.tf_privacy.dice import DiceUpdate
+from hidden_state_adapters.tf_privacy.gradients import check_loss, of_rows
 from hidden_state_adapters.tf_privacy.lineage import PastRun, past_runs, plain_runs
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
-from hidden_state_adapters.tf_privacy.settings import Declared, Settings, plain_geometry
-from hidden_state_adapters.tf_privacy.step import StepEntry, check_variables
-from hidden_state_adapters.tf_privacy.watch import PROBLEMS, Prepared, Problem, Watch
+from hidden_state_adapters.tf_privacy.settings import (
+    Declared,
+    Settings,
+    check_scale,
+    plain_geometry,
+)
+from hidden_state_adapters.tf_privacy.step import (
+    NOT_FINITE,
+    TOO_LONG,
+    PrivateStep,
+    StepEntry,
+    check_variables,
+)
 
 legacy: Any = tf.keras.optimizers.legacy
+_Schedule = tf.keras.optimizers.schedules.LearningRateSchedule
 _RUNS = "runs_behind_the_weights"  # in a configuration
+# Options of Keras that must have these values. Where every noisy update is accounted as released,
+# what follows it is free.
+_UNCLIPPED: Mapping[str, Any] = {
+    "clipnorm": None, "clipvalue": None, "global_clipnorm": None, "gradient_accumulation_steps": 1,
+}  # fmt: skip
+_PLAIN_SGD: Mapping[str, Any] = {"momentum": 0.0, "nesterov": False, "decay": 0.0, **_UNCLIPPED}
 _TOLD = (
     "l2_norm_clip",
     "noise_multiplier",
@@ -40,56 +57,63 @@ _TOLD = (
     "projection_radius",
     "loss_geometry",
 )
-_CLIPS = {"clipnorm": None, "clipvalue": None, "global_clipnorm": None}
-NEUTRAL: Mapping[str, Any] = {"momentum": 0.0, "nesterov": False, "decay": 0.0, **_CLIPS}
-# Where every noisy update is accounted as released, what follows it is free.
-NEUTRAL_AFTER_RELEASE: Mapping[str, Any] = {"gradient_accumulation_steps": 1, **_CLIPS}
 _logger = logging.getLogger("hidden_state_accountants")
 
 
-def refuse_options(name: str, options: Mapping[str, Any], neutral: Mapping[str, Any]) -> None:
-    """Refuses arguments of Keras' optimizers that are not at their neutral values.
-
-    Args:
-        name: Of the optimizer.
-        options: What it was given.
-        neutral: The values that are accepted.
+def _without(neutral: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Returns options without those that have their neutral values.
 
     Raises:
-        UnsupportedRunError: A known option is not at its neutral value.
-        TypeError: An option is unknown.
+        UnsupportedRunError: One of these has another value.
     """
-    for option, value in options.items():
-        if option not in neutral:
-            raise TypeError(f"{name} got an unexpected argument {option!r}.")
-        expected = neutral[option]
-        if value is expected or (expected is not None and value == expected):
-            continue
-        raise refusal(
-            f"Expected {option} = {expected}, got {value!r}: no theorem here covers it. Drop it."
-        )
+    for option, expected in neutral.items():
+        value = options.pop(option, expected)
+        if value is not expected and value != expected:
+            why = "no theorem here covers it. Drop it."
+            if option == "gradient_accumulation_steps":
+                why = "every batch is a step, with its own noise. Use a larger batch_size."
+            raise refusal(f"Expected {option} = {expected}, got {value!r}: {why}")
+    return options
 
 
-def check_learning_rate(learning_rate: Any) -> None:
-    """Raises unless it is a schedule or a number >= 0."""
-    if isinstance(learning_rate, int | float):
-        validate.magnitude("learning_rate", learning_rate)
+class NotedSteps:
+    """What an optimizer notes of steps in a loop of somebody else; stands in for an `Iterate`.
 
+    Args:
+        step: Private step.
+    """
 
-def refuse_changed_options(optimizer: Any, neutral: Mapping[str, Any]) -> None:
-    """Refuses options that were set after construction."""
-    now = {name: _current(optimizer, name) for name in neutral}
-    refuse_options(type(optimizer).__name__, now, neutral)
-    if optimizer.gradient_transformers:
-        raise refusal("Expected no gradient_transformers, got some: they change the update.")
+    def __init__(self, step: PrivateStep):
+        self._step = step
+        with tf.init_scope():
+            # number of steps; rows and learning rate of the last one; longest gradient of all
+            self._numbers = tf.Variable(tf.zeros([4], tf.float64), trainable=False)
+        self.look()
 
+    def note(self, rows: tf.Tensor, rate: tf.Tensor, longest: tf.Tensor, steps: int) -> None:
+        """Notes an update, and whether it ends a step, the number of steps that it adds."""
+        before, *_, largest = tf.unstack(self._numbers.read_value())
+        numbers = [before + steps, rows, rate, tf.maximum(largest, longest)]
+        self._numbers.assign(tf.stack([tf.cast(number, tf.float64) for number in numbers]))
 
-def _current(optimizer: Any, name: str) -> Any:
-    if name == "momentum":
-        return 0.9 if optimizer._momentum else 0.0
-    if name == "decay":
-        return float(optimizer._initial_decay)
-    return 1 if name == "gradient_accumulation_steps" else getattr(optimizer, name)
+    @property
+    def last(self) -> StepEntry:
+        """The last step; with a problem if a gradient was too long or not finite."""
+        steps, rows, rate, longest = self._numbers.numpy().tolist()
+        problem = "" if self._step.is_fine(longest) else TOO_LONG
+        if math.isinf(longest):
+            problem = NOT_FINITE
+        return StepEntry(int(steps), int(steps), int(rows), rate, longest, problem)
+
+    def look(self) -> None:
+        """Keeps the values of the moment as those that the last step left."""
+        self._seen, self.values = self.last.steps, self._step.values()
+
+    def is_left(self, variables: Sequence[Any]) -> bool:
+        """Whether variables are those of the steps, with their values where they were looked at."""
+        if [id(v) for v in variables] != [id(v) for v in self._step.variables]:
+            return False
+        return self.last.steps != self._seen or bool(self._step.is_left(self.values))
 
 
 class PrivateOptimizer(legacy.Optimizer):
@@ -98,229 +122,171 @@ class PrivateOptimizer(legacy.Optimizer):
     Attributes:
         is_private_sgd: Whether Keras' part of the update is that of plain SGD, if no option says
             otherwise.
-        update_rule: That the noisy mean goes through.
+        update_rule: Rule that the noisy mean goes through, in words.
 
     Args:
-        told: What a model would be told.
-        **kwargs: Arguments of the Keras optimizer.
+        arguments: Clip norm, noise multiplier and microbatches.
+        told: What else a model would be told, by name.
+        **keras: Arguments of the optimizer of Keras.
     """
 
     is_private_sgd = True
     update_rule = "SGD"
-    # Keras' options that must keep these values, by name.
-    _neutral_options: ClassVar[Mapping[str, Any]] = NEUTRAL
-    _steps: Any = None  # a `Algorithm`, from the first step on
-    _is_watched = _was_dp_gradients_called = False
-    _has_equal_rows = True
-    _prepared: Prepared | None = None
+    _keras: ClassVar[Any] = legacy.SGD  # class of Keras
+    _steps: Any = None  # an `Algorithm`, from the first step on
+    # Block, gradients and what the rule keeps, rows and longest gradient of an update to come.
+    _pending: tuple[int, tuple[list[Any], Any], tf.Tensor, tf.Tensor] | None = None
+    _was_dp_gradients_called = False
 
-    def __init__(self, told: Settings, **kwargs: Any):
+    def __init__(
+        self,
+        arguments: tuple[float, float, int | None],
+        told: Mapping[str, Any],
+        **keras: Any,
+    ):
         refuse_surroundings()
-        super().__init__(**kwargs)
-        self._told = told
+        clip, noise, number = arguments
+        self.told = Settings(
+            l2_norm_clip=clip,
+            noise_multiplier=noise,
+            num_microbatches=number,
+            batch_order=BatchOrder.CYCLIC,
+            **told,
+        )
+        rate = keras["learning_rate"]
+        if isinstance(rate, int | float):
+            validate.magnitude("learning_rate", rate)
+        super().__init__(**keras)
         self.loaded_runs: tuple[PastRun, ...] = ()  # behind the weights of the file
 
     # What a subclass says
 
-    def _rule(self) -> UpdateRule:
-        """Of the updates, without an optimizer of Keras."""
+    def _rule(self, optimizer: Any) -> UpdateRule:
+        """Returns the rule of the updates, around an optimizer of Keras."""
         raise NotImplementedError
 
-    def _checked_loss(self, loss: Any) -> Any:
-        """The loss to differentiate, at least one entry; called under the tape."""
-        return check_loss(loss, self._told.num_microbatches)
-
-    def known(self, declared: Declared) -> Declared:
-        """What a callback was told of the loss, or the optimizer.
-
-        Raises:
-            UnsupportedRunError: Both were.
-        """
-        return declared
+    def _of_records(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns the loss of each record, and the number of records; called under the tape."""
+        losses = check_loss(loss, self.told.num_microbatches)
+        return _means(losses, tf.shape(losses)[0])
 
     # Its settings
 
     @property
     def l2_norm_clip(self) -> float:
-        """C."""
-        assert self._told.l2_norm_clip is not None
-        return self._told.l2_norm_clip
+        """Clip norm C."""
+        assert self.told.l2_norm_clip is not None
+        return self.told.l2_norm_clip
 
     @property
     def noise_multiplier(self) -> float:
         """Standard deviation of the noise on the sum of gradients over C."""
-        assert self._told.noise_multiplier is not None
-        return self._told.noise_multiplier
+        assert self.told.noise_multiplier is not None
+        return self.told.noise_multiplier
 
     @property
     def last_step(self) -> StepEntry:
         """What the last step did, and how many there were; without noise."""
         return StepEntry() if self._steps is None else self._steps.last_step
 
-    # The steps
+    def known(self, declared: Declared) -> Declared:
+        """Returns what is declared of the loss, to a callback or here.
 
-    def examples_of_record(self, batch_size: int) -> int:
-        """m, the examples of a microbatch; errors as of `Settings.microbatch`."""
-        return self._told.microbatch(batch_size)
+        Raises:
+            UnsupportedRunError: It is declared in both places.
+        """
+        if self.told.loss_geometry is None:
+            return declared
+        if declared.geometry is not None:
+            raise refusal(
+                "Expected loss_geometry in one place, got one of the optimizer and one of its "
+                "run. Leave it out of the optimizer."
+            )
+        return self.told.declared
+
+    # The steps
 
     def begin_run(
         self, variables: Sequence[Any], plan: BatchPlan | None = None, examples_of_record: int = 1
     ) -> Algorithm:
-        """The mechanism of a run that begins; whoever asks for it reads the log after every step.
+        """Returns what makes the steps of a run that begins.
 
         Args:
-            variables: All that are trained.
-            plan: The batches; None in a loop of which nothing is known, in which a refused step
-                raises by itself.
-            examples_of_record: m.
+            variables: Variables that are trained.
+            plan: Batches; None in a loop that nobody records.
+            examples_of_record: Examples of a microbatch, m.
 
         Raises:
             UnsupportedRunError: It took steps, or there is no such run.
         """
-        if self._steps is not None:
-            taken = self.last_step.steps
-            if taken:
-                raise refusal(
-                    f"Expected an optimizer without steps, got one with {taken} that were not "
-                    "recorded. Pass the callback to every call of fit, or compile with a fresh "
-                    "optimizer and account both runs."
-                )
-            self._steps.check_run()
-        steps = self._rule().steps(self._told, self, plan, variables)
+        if taken := self.last_step.steps:
+            raise refusal(
+                f"Expected an optimizer without steps, got one with {taken} that were not "
+                "recorded. Pass the callback to every call of fit, or compile with a fresh "
+                "optimizer and account both runs."
+            )
+        steps = self._rule(None).steps(self.told, self, plan, variables)
         steps.made_by, steps.examples_of_record = "the optimizer", examples_of_record
-        steps.iterate = Watch(
-            steps.step,
-            steps.rate,
-            steps.count,
-            has_equal_rows=self._has_equal_rows,
-            has_one_rate=bool(steps.blocks),
-        )
-        self._steps, self._is_watched = steps, plan is not None
+        steps.iterate = NotedSteps(steps.step)
+        self._steps = steps
         return steps
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
     def _steps_of(self, variables: Sequence[Any]) -> Any:
-        """The mechanism; of a loop that nobody records it begins here."""
+        """Returns what makes the steps; in a loop that nobody records it begins here."""
         refuse_surroundings()
         if self._steps is None:
             check_variables(variables)
             with tf.init_scope():  # the step may be traced
-                self.begin_run(variables).begin(self._told.declared)
-                self._tell_nobody_records()
+                self.begin_run(variables).begin(self.told.declared)
+            _logger.warning(
+                "nobody records the steps of %s. HiddenStateCallback in fit, or "
+                "make_private(model), says what the run costs; of a loop of your own declare the "
+                "event.", type(self).__name__,
+            )  # fmt: skip
         self._steps.lineage.hang_on(self._steps.variables)
         return self._steps
 
-    def _tell_nobody_records(self) -> None:
-        """What is said once in a loop of somebody else."""
-
-    def _recorded_steps(self) -> Any:
-        """The mechanism, if all of its steps count.
-
-        Raises:
-            ValueError: No step was taken.
-            UnsupportedRunError: Steps were refused, or the variables changed since.
-        """
-        if self._steps is None:
-            raise ValueError("Expected at least one step, got none yet.")
-        self._steps.check_run()
-        if not self._steps.is_iterate(self._steps.step.variables):
-            raise refusal(
-                "The variables were changed after the last step, so they are not the iterate that "
-                "is accounted. Leave them alone, or go back to what the last step left."
-            )
-        return self._steps
-
-    # Keras' and TF Privacy's seams
-
-    @property
-    def _is_wrapped_by_loss_scale_optimizer(self) -> bool:
-        return False
-
-    @_is_wrapped_by_loss_scale_optimizer.setter
-    def _is_wrapped_by_loss_scale_optimizer(self, value: bool) -> None:
-        if value:  # Keras sets it when it wraps an optimizer
-            raise refusal(
-                "Expected a full-precision policy, got loss scaling (mixed_float16): clip and "
-                "noise would act on the scaled gradient. Train in float32 or float64."
-            )
+    # Keras' and TensorFlow Privacy's seams
 
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
-        """The noisy mean of clipped gradients, of a loss with one entry per example."""
+        """Returns the noisy mean of clipped gradients, of a loss with one entry per example."""
         if grad_loss is not None:
             raise refusal("Expected grad_loss = None, got weights of the losses. Drop them.")
-        self._prepared, self._was_dp_gradients_called = None, True
-        found, rows, variables = self._example_gradients(loss, var_list, tape)
-        steps = self._steps_of(variables)
-        block = steps.step.blocks[steps.iterate.next_block]
-        if len(block) != len(variables) or any(
-            now is not then for now, then in zip(variables, block, strict=True)
-        ):
-            raise refusal(
-                f"Expected the {len(block)} variables of the steps before, in the same order, got "
-                f"{len(variables)}, not the same. Construct another optimizer for another set."
-            )
-        prepared = steps.iterate.prepare(found, rows)
-        self._raise_problem(prepared.problem)
-        self._prepared = prepared
-        return list(zip(prepared.gradients, variables, strict=True))
-
-    def _example_gradients(
-        self, loss: Any, var_list: Any, tape: Any
-    ) -> tuple[ExampleGradients, tf.Tensor | None, list[Any]]:
-        """The gradients of every record, how many there are if not all, and the variables."""
         if not callable(loss) and tape is None:
             raise ValueError("Expected a `tape` with a loss that is a tensor, got none.")
+        self._pending, self._was_dp_gradients_called = None, True
         with tape or tf.GradientTape() as tape:
             if callable(loss):
                 if not callable(var_list):
                     tape.watch(var_list)
                 loss = loss()
-            checked = self._checked_loss(loss)
-            records = self._records(checked)
-            of_records = tf.reduce_mean(tf.reshape(checked, [records, -1]), axis=1)
+            losses, rows = self._of_records(loss)
             variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
-        jacobians = tape.jacobian(of_records, variables, unconnected_gradients="zero")
-        rows = None if self._has_equal_rows else tf.shape(loss, tf.int64)[0]
-        return of_rows(jacobians, of_records, has_padding=False), rows, variables
-
-    def _records(self, losses: tf.Tensor) -> Any:
-        """How many there are in a batch."""
-        return tf.shape(losses)[0]
-
-    def _raise_problem(self, problem: tf.Tensor) -> None:
-        if self._is_watched:
-            return
-        if tf.executing_eagerly():
-            found = Problem(int(problem))
-            if found:
-                raise refusal(f"The step was not taken. {found}")
-            return
-        # XLA compiles no assertions: that a refused step moves nothing does not depend on them.
-        for one, text in PROBLEMS.items():
-            holds = tf.equal(tf.bitwise.bitwise_and(problem, int(one)), 0)
-            tf.debugging.Assert(holds, [f"The step was not taken. {text}"])
-
-    def get_gradients(self, loss: Any, params: Any) -> Any:
-        """Not supported.
-
-        Raises:
-            UnsupportedRunError: Always: this is the way of TensorFlow 1 graphs and Estimators, in
-                which the steps cannot be checked.
-        """
-        raise refusal(
-            "Expected minimize or _compute_gradients, got get_gradients: TensorFlow 1 graphs and "
-            "Estimators are not supported. Use Model.fit or an own loop."
-        )
+        jacobians = tape.jacobian(losses, variables, unconnected_gradients="zero")
+        step = self._steps_of(variables).step
+        blocks = [[id(v) for v in block] for block in step.blocks]
+        if (own := [id(v) for v in variables]) not in blocks:
+            raise refusal(
+                "Expected the variables of the steps before, in the same order, got "
+                f"{len(variables)}, not the same. Construct another optimizer for another set."
+            )
+        rows = tf.cast(rows, tf.int64)
+        sums, longest = step.sums(of_rows(jacobians, losses, has_padding=False), rows)
+        along = step.direction(sums, rows)
+        longest = tf.where(step.rule.is_finite(along), longest, tf.constant(math.inf, tf.float64))
+        self._pending = blocks.index(own), along, rows, longest
+        return list(zip(along[0], variables, strict=True))
 
     def apply_gradients(
         self, grads_and_vars: Any, name: Any = None, experimental_aggregate_gradients: bool = True
     ) -> None:
-        """Takes the step that `_compute_gradients` has just prepared, once.
+        """Moves the variables along what `_compute_gradients` has just returned, once.
 
         Raises:
-            AssertionError: `_compute_gradients` was never called (as TF Privacy).
+            AssertionError: `_compute_gradients` was never called (as TensorFlow Privacy).
             UnsupportedRunError: These are not the gradients that it returned last.
         """
         if not self._was_dp_gradients_called:
@@ -328,32 +294,43 @@ class PrivateOptimizer(legacy.Optimizer):
                 "Neither _compute_gradients() or get_gradients() on the differentially private "
                 "optimizer was called. This means the training is not differentially private."
             )
-        given = [gradient for gradient, _ in grads_and_vars]
-        prepared, self._prepared = self._prepared, None
-        own = [] if prepared is None else prepared.gradients
-        if (
-            prepared is None
-            or len(own) != len(given)
-            or any(a is not b for a, b in zip(own, given, strict=True))
-        ):
+        given = [id(gradient) for gradient, _ in grads_and_vars]
+        pending, self._pending = self._pending, None
+        if pending is None or given != [id(gradient) for gradient in pending[1][0]]:
             raise refusal(
                 "Expected the gradients that _compute_gradients returned last, each list once and "
                 "in the same tf.function, got others: they are not the noisy mean that is "
                 "accounted."
             )
-        self._steps.iterate.commit(prepared)
+        block, along, rows, longest = pending
+        steps, step, rate = self._steps, self._steps.step, self._steps.rate()
+        step.rule.move(step.blocks[block], along, rate, tf.constant(True))
+        ended = int(block + 1 == len(step.blocks))
+        steps.iterate.note(rows, rate, longest, ended)
+        steps.count(ended)
 
     def plain_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-        """What Keras does along gradients that have their noise."""
+        """Moves variables as Keras does along gradients that have their noise."""
         super().apply_gradients(zip(gradients, variables, strict=True))
 
-    # Where a model makes its steps
-
-    def _leave_to_model(self) -> dict[str, Any]:
-        """The arguments of a model that the optimizer says.
+    def get_gradients(self, loss: Any, params: Any) -> Any:
+        """Not supported.
 
         Raises:
-            UnsupportedRunError: The steps would not be those of this optimizer.
+            UnsupportedRunError: Always: this is the way of TensorFlow 1 graphs and Estimators.
+        """
+        raise refusal(
+            "Expected minimize or _compute_gradients, got get_gradients: TensorFlow 1 graphs and "
+            "Estimators are not supported. Use Model.fit or an own loop."
+        )
+
+    # Models, copies and files
+
+    def for_model(self) -> tuple[UpdateRule, dict[str, Any]]:
+        """Returns the rule of its updates, and what a model is told that is compiled with it.
+
+        Raises:
+            UnsupportedRunError: It took steps, is of a subclass, or its rate is a function.
         """
         kind = type(self)
         if not kind.__module__.startswith("hidden_state_adapters."):
@@ -367,34 +344,26 @@ class PrivateOptimizer(legacy.Optimizer):
                 f"Expected an optimizer without steps in compile, got a {kind.__name__} that took "
                 "some: the model makes its own, with another count. Pass a new one."
             )
-        refuse_changed_options(self, self._neutral_options)
-        told = attrs.asdict(self._told, recurse=False)
-        return {name: told[name] for name in _TOLD}
+        return self._rule(self._plain()), {name: getattr(self.told, name) for name in _TOLD}
+
+    def _plain(self) -> Any:
+        """Returns the optimizer of Keras without noise."""
+        return tf.keras.optimizers.SGD(self._given_rate)
 
     @property
     def _given_rate(self) -> Any:
-        """The learning rate as it was given: a number, a schedule, or a function."""
-        return self._hyper["learning_rate"]
+        return self._hyper["learning_rate"]  # a number, a schedule, or a function
 
-    # Copies and files
-
-    def _config(self, kind: Any, *names: str, **own: Any) -> dict[str, Any]:
-        """A configuration that also says what was trained, for whoever loads the file.
-
-        Args:
-            kind: Keras' class.
-            *names: Of Keras' arguments, those that are kept.
-            **own: Others.
-        """
-        base: dict[str, Any] = kind.get_config(self)
+    def _config(self, **own: Any) -> dict[str, Any]:
+        """Returns all arguments, and what was trained, for whoever loads the file."""
         told = {
             "l2_norm_clip": self.l2_norm_clip,
             "noise_multiplier": self.noise_multiplier,
-            "num_microbatches": self._told.num_microbatches,
+            "num_microbatches": self.told.num_microbatches,
         }
-        kept = {name: base[name] for name in ("name", "learning_rate", *names)}
         runs = plain_runs([] if self._steps is None else self._steps.variables, self.loaded_runs)
-        return {**kept, **told, **own, **({_RUNS: runs} if runs else {})}
+        noted = {_RUNS: runs} if runs else {}
+        return {**self._keras.get_config(self), **told, **own, **noted}
 
     @classmethod
     def from_config(
@@ -408,12 +377,17 @@ class PrivateOptimizer(legacy.Optimizer):
         return optimizer
 
     def __deepcopy__(self, memo: Any) -> PrivateOptimizer:
-        """A fresh optimizer with the same arguments: the steps of the original stay with it."""
+        """Returns a fresh optimizer with the same arguments: steps stay with the original."""
         return type(self).from_config(self.get_config())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles the arguments only, likewise."""
         return type(self).from_config, (self.get_config(),)
+
+
+def _means(losses: tf.Tensor, records: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the mean loss of each record, and their number."""
+    return tf.reduce_mean(tf.reshape(losses, [records, -1]), axis=1), records
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -441,28 +415,29 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
         generators (which are not cryptographic).
       - Of a run: none by itself, because an optimizer does not see the order of the data.
         `HiddenStateCallback` records it; or declare it as a `LastIterateDpEvent`.
-      - Checked in every step, and the step is not taken otherwise: equal batches, one row per
-        example; the variables are those that the last step left; finite gradients, not longer than
-        `loss_geometry.lipschitz`. In eager mode the error is an UnsupportedRunError, in a graph
-        tf.errors.InvalidArgumentError, with the callback always UnsupportedRunError. XLA compiles
-        no assertions: there only the callback raises.
+      - Trusted, as of TensorFlow Privacy's optimizers: each entry of the loss is about one example,
+        every update is applied, and nothing else moves the variables.
+      - The callback reads after every step its learning rate, rows and longest gradient, and ends
+        the run if one is not finite, or longer than `loss_geometry.lipschitz`. In a loop of your
+        own nobody does.
 
     Args:
-        l2_norm_clip: C, the bound on the norm of the gradient of one example, for all variables
-            together.
-        noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C.
+        l2_norm_clip: Clip norm C, the bound on the norm of the gradient of one example, for all
+            variables together.
+        noise_multiplier: Standard deviation z of the noise on the sum of gradients over C.
         num_microbatches: None for the batch size: one example each. Fewer are records of several
-            examples, which are accounted under REPLACE_ONE, as of a `HiddenStateModel`.
+            examples, which are accounted under REPLACE_ONE and by composition.
         gradient_accumulation_steps: 1; use a larger batch_size.
         learning_rate: A number or a LearningRateSchedule, fixed before the run.
-        weight_decay: w >= 0, applied outside the clip. (A penalty in the loss is inside the clip
-            and does not contract.)
+        weight_decay: Decay w >= 0, applied outside the clip. (A penalty in the loss is inside the
+            clip and does not contract.)
         prox: A Regulariser h, whose proximal map with the step's learning rate follows every step,
             or None. The event reads its l2, which contracts.
-        projection_radius: R, or None for no projection. As the event's domain_diameter it is 2R.
-        loss_geometry: What you declare about the per-example loss; its `lipschitz` is checked.
-            Better leave it out, and let `make_private(model)` derive it (``"auto"``).
-        name: Of the optimizer.
+        projection_radius: Radius R, or None for no projection. As the event's domain_diameter it
+            is 2R.
+        loss_geometry: What you declare about the per-example loss; the callback compares its
+            `lipschitz`. Better leave it out, and let `make_private(model)` derive it (``"auto"``).
+        name: Name of the optimizer.
         **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
 
     Raises:
@@ -490,102 +465,358 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
         name: str = "CyclicDPKerasSGDOptimizer",
         **kwargs: Any,
     ):
-        refuse_options(type(self).__name__, kwargs, self._neutral_options)
-        if gradient_accumulation_steps != 1:
-            raise refusal(
-                f"Expected gradient_accumulation_steps = 1, got {gradient_accumulation_steps}: "
-                "every batch is a step, with its own noise. Use a larger batch_size."
-            )
-        check_learning_rate(learning_rate)
+        kwargs["gradient_accumulation_steps"] = gradient_accumulation_steps
         if isinstance(loss_geometry, str):
             raise TypeError(
                 f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}. An optimizer "
                 'does not see the model: say loss_geometry="auto" and feature_norm= to '
                 "make_private(model, ...)."
             )
-        told = Settings(
-            l2_norm_clip=l2_norm_clip,
-            noise_multiplier=noise_multiplier,
-            num_microbatches=num_microbatches,
-            prox=prox,
-            projection_radius=projection_radius,
-            loss_geometry=loss_geometry,
-            batch_order=BatchOrder.CYCLIC,
-        )
         self._weight_decay = validate.real("weight_decay", weight_decay, minimum=0)
-        super().__init__(told, learning_rate=learning_rate, name=name)
+        super().__init__(
+            (l2_norm_clip, noise_multiplier, num_microbatches),
+            {
+                "prox": prox,
+                "projection_radius": projection_radius,
+                "loss_geometry": loss_geometry,
+            },
+            learning_rate=learning_rate,
+            name=name,
+            **_without(_PLAIN_SGD, kwargs),
+        )
 
     @property
     def weight_decay(self) -> float:
-        """Decoupled."""
+        """Decoupled weight decay w."""
         return self._weight_decay
 
     @property
     def prox(self) -> Regulariser | None:
-        """The regulariser whose proximal map follows every step."""
-        return self._told.prox
+        """Regulariser whose proximal map follows every step."""
+        return self.told.prox
 
     @property
     def projection_radius(self) -> float | None:
         """Radius of the ball around 0 that holds all trainable variables together."""
-        return self._told.projection_radius
+        return self.told.projection_radius
 
     @property
     def loss_geometry(self) -> LossGeometry | None:
         """What is declared here about the per-example loss."""
-        return self._told.declared.geometry
+        return self.told.declared.geometry
 
-    def _rule(self) -> UpdateRule:
-        return UpdateRule(None)
+    def _rule(self, optimizer: Any) -> UpdateRule:
+        return UpdateRule(optimizer)
 
-    def _checked_loss(self, loss: Any) -> Any:
-        loss = check_loss(loss, None)
-        if loss.shape[0] is not None:
-            self._told.microbatch(loss.shape[0])  # raises
-        return loss
+    def _of_records(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        losses = check_loss(loss, None)
+        if losses.shape[0] is not None:
+            self.told.microbatch(losses.shape[0])  # raises
+        return _means(losses, self.told.num_microbatches or tf.shape(losses)[0])
 
-    def _records(self, losses: tf.Tensor) -> Any:
-        return self._told.num_microbatches or super()._records(losses)
-
-    def known(self, declared: Declared) -> Declared:
-        """As of every optimizer; this one may have been told."""
-        if None not in (self.loss_geometry, declared.geometry):
-            raise refusal(
-                "Expected loss_geometry in one place, got one of the optimizer and one of its "
-                "run. Leave it out of the optimizer."
-            )
-        return declared if self.loss_geometry is None else self._told.declared
-
-    def _tell_nobody_records(self) -> None:
-        _logger.warning(
-            "nobody records the steps of CyclicDPKerasSGDOptimizer: TensorFlow Privacy's statement "
-            "knows no hidden iterates. HiddenStateCallback in fit, or make_private(model), says "
-            "what the run costs."
-        )
-
-    def for_model(self) -> tuple[UpdateRule, dict[str, Any]]:
-        """Plain SGD with its rate and decay, and what a model is told for it.
-
-        Raises:
-            UnsupportedRunError: It took steps, is of a subclass, or its rate is a function.
-        """
-        told, rate = self._leave_to_model(), self._given_rate
-        if callable(rate) and not isinstance(
-            rate, tf.keras.optimizers.schedules.LearningRateSchedule
-        ):
+    def _plain(self) -> Any:
+        rate = self._given_rate
+        if callable(rate) and not isinstance(rate, _Schedule):
             raise refusal(
                 "Expected a number or a schedule of Keras as learning_rate of an optimizer that a "
                 "model is compiled with, got a function. Use tf.keras.optimizers.schedules."
             )
-        sgd = tf.keras.optimizers.SGD(rate, weight_decay=self._weight_decay or None)
-        return UpdateRule(sgd), told
+        return tf.keras.optimizers.SGD(rate, weight_decay=self._weight_decay or None)
 
     def get_config(self) -> dict[str, Any]:
-        """All arguments of the constructor as plain types; see Keras."""
+        """Returns all arguments of the constructor as plain types; see Keras."""
         return self._config(
-            legacy.SGD,
             weight_decay=self._weight_decay,
             prox=self.prox and attrs.asdict(self.prox),
             projection_radius=self.projection_radius,
             loss_geometry=plain_geometry(self.loss_geometry),
         )
+
+
+class DiceOptimizer(PrivateOptimizer):
+    """Base of `DiceKerasSGDOptimizer` and `DiceKerasAdamOptimizer`; see the former."""
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        error_l2_norm_clip: float | None = None,
+        automatic: bool = False,
+        expected_batch_size: int | None = None,
+        **keras: Any,
+    ):
+        if expected_batch_size is not None:
+            expected_batch_size = validate.integer(
+                "expected_batch_size", expected_batch_size, minimum=1
+            )
+        self._dice: dict[str, Any] = {
+            "error_l2_norm_clip": error_l2_norm_clip,
+            "automatic": automatic,
+            "expected_batch_size": expected_batch_size,
+        }
+        self._rule(None)  # raises
+        arguments = (l2_norm_clip, noise_multiplier, num_microbatches)
+        super().__init__(arguments, {}, **_without(_UNCLIPPED, keras))
+        self._dice["error_l2_norm_clip"] = error_l2_norm_clip or self.l2_norm_clip
+
+    def _rule(self, optimizer: Any) -> DiceUpdate:
+        return DiceUpdate.of_optimizer(optimizer, **self._dice)
+
+    def _of_records(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor]:
+        if self._dice["expected_batch_size"] is None:
+            return super()._of_records(loss)
+        losses = check_loss(loss, self.told.num_microbatches, may_be_empty=True)
+        # The step of an empty batch takes place, with one row that no variable changes.
+        shape = tf.concat([[1], tf.shape(losses)[1:]], 0)
+        padded = tf.concat([losses, tf.zeros(shape, losses.dtype)], 0)
+        rows = tf.shape(losses)[0]
+        filled = tf.maximum(rows, 1)
+        return _means(padded[:filled], filled)[0], rows
+
+    def _plain(self) -> Any:
+        options = self._keras.get_config(self) | {"learning_rate": self._given_rate}
+        return self._keras(**options)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns all arguments as plain types; see Keras. It holds no error."""
+        return self._config(**self._dice)
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
+    r"""DPKerasSGDOptimizer that feeds back, clipped again, what the clip cut off.
+
+    .. math::
+        v_t = \frac1B \sum_{i \in B_t} \mathrm{clip}(g_i, C_1) + \mathrm{clip}(e_t, C_2), \quad
+        e_{t+1} = e_t + \frac1B \sum_{i \in B_t} g_i - v_t, \quad e_0 = 0
+
+    and Keras' SGD takes a step along :math:`v_t + \mathcal{N}(0, \sigma_1^2 I)`,
+    :math:`\sigma_1 = \text{noise_multiplier} \cdot C_1 / B`. All variables are clipped as one
+    vector with exactly min(1, C/|v|). It is used like DPKerasSGDOptimizer: the loss must be a
+    vector with one entry per example (``reduction="none"``), in `Model.fit` (graph, eager or XLA;
+    `HiddenStateCallback` records the run) and in own loops that call `minimize`, or
+    `_compute_gradients` and `apply_gradients`; of these declare the `DiceSgdDpEvent`.
+
+    Formal guarantees:
+      - Those of the `DiceSgdDpEvent` of the run under `hidden_state_accountants.DiceSgdAccountant`:
+        all iterates, all noisy updates and all that is computed from them are released. So
+        momentum, Nesterov and learning rates that depend on released values are covered: they never
+        see :math:`v_t` without noise. The error's recursion does not know them.
+      - The error is in no file (.keras, .h5, SavedModel, tf.train.Checkpoint, weights), config,
+        pickle, copy or text. So a loaded or copied optimizer starts ANOTHER run with e = 0; compose
+        the events of both.
+      - Trusted, and read by the callback after every step: as of `CyclicDPKerasSGDOptimizer`.
+        `last_step` shows values without noise.
+
+    Args:
+        l2_norm_clip: Clip norm C_1 > 0.
+        noise_multiplier: Standard deviation of the noise on the SUM of clipped gradients over C_1,
+            as everywhere in TF Privacy. At equal noise the epsilon is larger than that of DP-SGD.
+        num_microbatches: None, or the number of rows: one example each.
+        error_l2_norm_clip: Clip norm C_2 > 0, in units of the MEAN update; None is C_1, as the
+            paper recommends. One example moves the clipped mean by C_1 / B, but can move the
+            clipped error by up to 2 C_2 in every step: without a gradient bound choose it far
+            smaller.
+        automatic: Normalise instead of clip: C v/|v|, and 0 at 0. A gradient bound is then of no
+            use.
+        expected_batch_size: Public divisor B of the sums, for batches of varying size (Poisson,
+            accounted with probability B/N; take the step of an empty batch, too). For fixed shapes
+            fill such a batch up with rows whose loss is multiplied by 0. None: every batch has the
+            same number of rows, and that is B.
+        learning_rate: A number or a LearningRateSchedule.
+        name: Name of the optimizer.
+        **kwargs: Arguments of tf.keras.optimizers.legacy.SGD: momentum, nesterov, decay; the others
+            at their neutral values.
+
+    Raises:
+        TypeError, ValueError: An argument has an impossible value.
+        UnsupportedRunError: Gradient clipping by Keras, accumulation of gradients, several
+            replicas, loss scaling, a loss that is reduced already.
+
+    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
+    """
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        learning_rate: Any = 0.01,
+        name: str = "DiceKerasSGDOptimizer",
+        **kwargs: Any,
+    ):
+        arguments = (l2_norm_clip, noise_multiplier, num_microbatches)
+        super().__init__(*arguments, learning_rate=learning_rate, name=name, **kwargs)
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class DiceKerasAdamOptimizer(DiceOptimizer, legacy.Adam):
+    r"""Keras' Adam on the noisy updates of DiceSGD.
+
+    .. math::
+        \tilde v_t = v_t + \mathcal{N}(0, \sigma_1^2 I), \quad
+        m_t = \beta_1 m_{t-1} + (1 - \beta_1) \tilde v_t, \quad
+        s_t = \beta_2 s_{t-1} + (1 - \beta_2) \tilde v_t^2
+
+    The noise is inside the moments, so they and all options of Adam are post-processing: the run
+    costs what DiceSGD costs, and the moments may be in a checkpoint. Update :math:`v_t`, error,
+    arguments, formal guarantees and errors: see `DiceKerasSGDOptimizer`.
+
+    Two misprints of the algorithm are put right: the second moment decays with 1 - beta_2 (not
+    beta^2), and the bias corrections count steps from 1 (not 0: division by zero). Keras adds
+    epsilon before the bias correction.
+
+    Args:
+        l2_norm_clip: As `DiceKerasSGDOptimizer`, as the next two.
+        noise_multiplier: Standard deviation of the noise on the sum over C_1.
+        num_microbatches: None, or the number of rows.
+        learning_rate: A number or a LearningRateSchedule.
+        name: Name of the optimizer.
+        **kwargs: Others of `DiceKerasSGDOptimizer`, and of tf.keras.optimizers.legacy.Adam.
+
+    Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithm 3.
+    """
+
+    is_private_sgd = False
+    update_rule = "Adam"
+    _keras = legacy.Adam
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        learning_rate: Any = 0.001,
+        name: str = "DiceKerasAdamOptimizer",
+        **kwargs: Any,
+    ):
+        arguments = (l2_norm_clip, noise_multiplier, num_microbatches)
+        super().__init__(*arguments, learning_rate=learning_rate, name=name, **kwargs)
+
+
+@tf.keras.utils.register_keras_serializable("hidden_state_adapters")
+class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
+    r"""DP-MBCD: lists of variables are blocks, updated in turn on the same batch.
+
+    `minimize(loss, blocks)` makes for each block, with the loss evaluated anew,
+
+    .. math::
+        \theta \leftarrow \mathrm{Prox}_{\eta, r}\Big(\theta - \frac{\eta}{b}\Big(
+            \sum_{i \in B} \mathrm{clip}_C(\nabla_\theta f_i) + \mathcal{N}(0, (z C)^2 I)
+        \Big)\Big), \qquad r = l_1 |\theta|_1 + \tfrac{l_2}{2} |\theta|^2
+
+    with C = `l2_norm_clip`, z = `noise_multiplier`, the gradient of one example for one block
+    clipped as one vector, and r restricted to :math:`\theta \ge 0` if `nonnegative`. In the
+    `train_step` of a model::
+
+        blocks = [layer.trainable_variables for layer in self.layers]
+        self.optimizer.minimize(lambda: self.compute_loss(x, y, self(x, training=True)), blocks)
+
+    The loss has one entry per example (``reduction="none"``). `Model.fit` passes a tensor, which
+    does for one block: all trainable variables.
+
+    Formal guarantees:
+      - Those of the `BlockCoordinateDpEvent` of the run under
+        `hidden_state_accountants.BlockCoordinateAccountant`: the blocks after the last step are
+        released, nothing else. One block with a `block_loss` or a contracting prox may profit from
+        hidden states; several blocks cost the composition of all their updates
+        (docs/papers/block_coordinate.md). `HiddenStateCallback` records a fit; of a loop of your
+        own declare the event.
+      - Trusted, and read by the callback after every step: as of `CyclicDPKerasSGDOptimizer`.
+        Within a run the blocks and their order are the same, or the step is refused.
+      - Declared by you: all else that is trained or changes is public (of one block: stands still),
+        no layer mixes the examples of a batch (BatchNormalization), the loss is of one batch in all
+        calls of a step. Not covered: rounding.
+
+    Args:
+        l2_norm_clip: Clip norm C, for each block.
+        noise_multiplier: Standard deviation z of the noise on a sum of gradients over C.
+        num_microbatches: None, or the batch size: one example each.
+        learning_rate: Step size eta, a constant number.
+        l1: Weight of the lasso, >= 0.
+        l2: Weight of the squared norm, >= 0: r is l2-strongly convex.
+        nonnegative: Whether the variables are kept >= 0.
+        name: Name of the optimizer.
+        **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
+
+    Raises:
+        UnsupportedRunError: Momentum, gradient clipping by Keras, several replicas, loss scaling
+            (mixed precision), a loss that is already reduced, a tensor for several blocks.
+        TypeError, ValueError: An argument has an impossible value.
+
+    Source: Chen & Liu 2025 (arXiv 2407.08233), Algorithm 1, with a constant step size and the
+        gradients clipped (not the step size, which would depend on the examples).
+    """
+
+    def __init__(
+        self,
+        l2_norm_clip: float,
+        noise_multiplier: float,
+        num_microbatches: int | None = None,
+        *,
+        learning_rate: float = 0.01,
+        l1: float = 0.0,
+        l2: float = 0.0,
+        nonnegative: bool = False,
+        name: str = "BlockCoordinateKerasOptimizer",
+        **kwargs: Any,
+    ):
+        if isinstance(learning_rate, _Schedule):
+            raise refusal(
+                f"Expected a constant learning_rate, got {learning_rate!r}: the bound on DP-MBCD "
+                "is about one step size."
+            )
+        rate = validate.magnitude("learning_rate", learning_rate)
+        for weight, value in (("l1", l1), ("l2", l2)):
+            check_scale(weight, validate.magnitude(weight, value))
+        if not isinstance(nonnegative, bool):
+            raise TypeError(f"Expected nonnegative to be True or False, got {nonnegative!r}.")
+        prox = Regulariser(l1=l1, l2=l2, low=0.0 if nonnegative else -math.inf)
+        self._options = {"l1": prox.l1, "l2": prox.l2, "nonnegative": nonnegative}
+        super().__init__(
+            (l2_norm_clip, noise_multiplier, num_microbatches),
+            {"prox": None if prox == Regulariser() else prox},
+            learning_rate=rate,
+            name=name,
+            **_without(_PLAIN_SGD, kwargs),
+        )
+
+    def _rule(self, optimizer: Any) -> BlockCoordinateUpdate:
+        return BlockCoordinateUpdate(optimizer)
+
+    def minimize(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, name: Any = None, tape: Any = None
+    ) -> None:
+        """Updates every block once.
+
+        Args:
+            loss: A function without arguments that returns a vector with the loss of each example;
+                called once for each block. For one block also such a tensor, with its `tape`.
+            var_list: A list of blocks, which are lists of variables; or one list of variables.
+            grad_loss: Not supported.
+            name: Name of the operation.
+            tape: Tape of a loss that is a tensor.
+
+        Raises:
+            UnsupportedRunError: The run is not covered; the text says why.
+        """
+        blocks = blocks_of(var_list)
+        if len(blocks) > 1 and (not callable(loss) or tape is not None):
+            raise refusal(
+                f"Expected a function as loss, got a tensor or a tape: the loss is evaluated anew "
+                f"for each of the {len(blocks)} blocks. In Model.fit override train_step and call "
+                "optimizer.minimize(lambda: ..., blocks) there (docs/papers/block_coordinate.md)."
+            )
+        steps = self._steps_of([v for block in blocks for v in block])
+        steps.trains_by(blocks)
+        for block in blocks:
+            pairs = self._compute_gradients(loss, list(block), grad_loss, tape)
+            self.apply_gradients(pairs, name=name)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns all arguments of the constructor as plain types; see Keras."""
+        return self._config(**self._options)

@@ -48,9 +48,11 @@ _FIXED = (
     "batches of equal size in the fixed order of the data set, each once per epoch, one step each"
 )
 _CHECKED = (
-    "variables in float32 or float64, changed by the private optimizer only; variables that are "
-    "not trained as at the start, whenever epsilon is asked for",
+    "variables in float32 or float64, {}; variables that are not trained as at the start, whenever "
+    "epsilon is asked for"
 )
+_ONLY_BY_STEPS = "changed by the private optimizer only"
+_BETWEEN_EPOCHS = "those that the last step left when an epoch begins and when epsilon is asked for"
 _DECLARED = (
     "the preprocessing of an example does not depend on the others",
     "losses and metrics of the training data (History, progress bar) stay private",
@@ -61,7 +63,8 @@ _NO_MEMORY = (
 )
 _FOREIGN_LOOP = (
     "this loop trains what TensorFlow Privacy's optimizers assume: each entry of the loss is about "
-    "one example of the batch, computed at the weights that the step moves; batches are those of "
+    "one example of the batch, computed at the weights that the step moves; every noisy update is "
+    "applied, and nothing else changes the weights within an epoch; batches are those of "
     "cyclic_dataset"
 )
 _EARLIER = (
@@ -418,7 +421,7 @@ class RecordedRun:
                 "continuations show together. Go on there."
             )
         if entry.problem:  # the run ends here for a reason that may depend on the data
-            raise refusal(f"step {step} was not taken. {entry.problem}")
+            raise refusal(f"step {step} ends the run. {entry.problem}")
         if entry.steps != step:
             raise refusal(
                 f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
@@ -628,7 +631,9 @@ class RecordedRun:
         Args:
             declared: What its holder adds.
         """
-        own = [Assumption.checked(text) for text in (self._dealt.text, *_CHECKED)]
+        is_own_loop = self._of_gradients is not None
+        variables = _CHECKED.format(_ONLY_BY_STEPS if is_own_loop else _BETWEEN_EPOCHS)
+        own = [Assumption.checked(text) for text in (self._dealt.text, variables)]
         own += [Assumption.checked(text) for text in self.optimizer.checked()]
         own += [*(self._of_gradients or ()), *self.declared.measured]
         if self._earlier:
