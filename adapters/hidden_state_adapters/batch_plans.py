@@ -184,6 +184,17 @@ class BatchPlan:
         self._draws: dict[int, _Draw] = {}
 
     @property
+    def fields(self) -> dict[str, Any]:
+        """Fields of an event that are about the batches, by name."""
+        return {
+            "batch_order": self.order,
+            "batch_size": self.batch_size,
+            "dataset_size": self.dataset_size,
+            "sampling_rate": self.sampling_rate,
+            "max_batch_size": self.max_batch_size,
+        }
+
+    @property
     def num_batches(self) -> int:
         """Batches of one pass of the loader."""
         return batches_per_pass(self.batch_size, len(self.records), self.sampling_rate)

@@ -189,7 +189,7 @@ def test_what_the_other_optimizers_make_of_it():
     model = begin([LINEAR(1)], LOGISTIC, "labels", optimizer=DiceKerasSGDOptimizer)
     assert model._run.record.declared.longest_gradient == pytest.approx(math.sqrt(2))
     model = begin([LINEAR(1)], LOGISTIC, "labels", optimizer=BlockCoordinateKerasOptimizer)
-    known = model._run.steps.known_loss(model._run.record.declared)
+    known = model._run.steps.known_loss
     assert known == hsa.LossGeometry.logistic(1.0, bias=True)
 
 

@@ -74,7 +74,7 @@ def two():
 
 @pytest.mark.parametrize("mode", [{"jit_compile": True}])
 def test_fit_of_one_block(make_blocks, mode):
-    run = make_blocks(compile=mode, target_delta=DELTA, block_loss=LOGISTIC)
+    run = make_blocks(compile=mode, target_delta=DELTA, loss_geometry=LOGISTIC)
     history = run.fit(epochs=2).history["epsilon_if_released_now"]
     expected = event(block_loss=LOGISTIC)
     assert run.callback.privacy_event == expected
@@ -136,7 +136,7 @@ def files_of_steps(run):
     ("act", "number"), [(released, 1), (files_of_epochs, 2), (files_of_steps, 1)]
 )
 def test_releases_within_the_run_are_accounted_by_composition(make_blocks, act, number):
-    run = make_blocks(*two()) if number == 2 else make_blocks(block_loss=LOGISTIC)
+    run = make_blocks(*two()) if number == 2 else make_blocks(loss_geometry=LOGISTIC)
     act(run)
     run.fit()
     guarantee = run.callback.guarantee
@@ -146,7 +146,7 @@ def test_releases_within_the_run_are_accounted_by_composition(make_blocks, act, 
 
 
 def test_the_last_release_costs_nothing_more(make_blocks):
-    run = make_blocks(block_loss=LOGISTIC)
+    run = make_blocks(loss_geometry=LOGISTIC)
     run.fit(epochs=2)
     before = run.callback.get_epsilon(DELTA)
     run.callback.release()
@@ -155,7 +155,7 @@ def test_the_last_release_costs_nothing_more(make_blocks):
         == before
         == pytest.approx(exact(event(block_loss=LOGISTIC)))
     )
-    private = make_blocks(block_loss=LOGISTIC, checkpoints_stay_private=True)
+    private = make_blocks(loss_geometry=LOGISTIC, checkpoints_stay_private=True)
     private.fit(epochs=2, callbacks=[callbacks.ModelCheckpoint("a.keras")])
     assert private.callback.get_epsilon(DELTA) == before
 
@@ -195,7 +195,7 @@ def not_finite_in_xla(make_blocks):
 
 
 def longer_gradients_than_declared(make_blocks):
-    make_blocks(block_loss=hsa.LossGeometry.convex(0.5, lipschitz=0.1)).fit()
+    make_blocks(loss_geometry=hsa.LossGeometry.convex(0.5, lipschitz=0.1)).fit()
 
 
 def gradient_bound(make_blocks):
@@ -230,5 +230,5 @@ def test_a_refused_run_has_no_epsilon(make_blocks):
 def test_tensorfloat_32_is_refused(make_blocks, monkeypatch):
     monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind: [kind])
     with pytest.raises(hsa.UnsupportedRunError, match="TensorFloat-32"):
-        make_blocks(block_loss=LOGISTIC).fit()
+        make_blocks(loss_geometry=LOGISTIC).fit()
     make_blocks().fit()

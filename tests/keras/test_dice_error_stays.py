@@ -108,7 +108,7 @@ def test_copies_and_pickles_start_anew():
         assert again._steps is None
     for copier in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied or pickled"):
-            copier(optimizer._steps.rule)
+            copier(optimizer._steps.step.rule)
 
 
 class Subclass(DiceKerasSGDOptimizer):

@@ -325,5 +325,3 @@ def test_a_run_that_goes_on_after_its_weights_began_another_has_released_them(ma
     compile_with(run, run_eagerly=True)
     run.fit()
     assert run.callback.privacy_event.release_steps == (6,)
-
-

@@ -95,7 +95,7 @@ def test_row178_every_step_ends_with_the_map():
 def test_a_model_and_an_optimizer_are_saved_with_it():
     prox = Regulariser(l1=0.5, group_lasso=0.25, group_axis=0, low=0.0)
     optimizer = CyclicDPKerasSGDOptimizer(1.0, 1.0, prox=prox)
-    assert CyclicDPKerasSGDOptimizer.from_config(optimizer.get_config()).prox == prox
+    assert CyclicDPKerasSGDOptimizer.from_config(optimizer.get_config()).settings.prox == prox
     model, _ = fitted("model", prox)
     again = HiddenStateSequential.from_config(model.get_config())
     assert again._settings.prox == prox

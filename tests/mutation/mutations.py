@@ -442,7 +442,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     },
     "../adapters/hidden_state_adapters/tf_privacy/blocks.py": {
         "keras/test_model_blocks.py::test_the_account_is_that_of_the_event": {
-            "blocks_are_accounted_as_one": ('"num_blocks": len(self.blocks),', '"num_blocks": 1,'),
+            "blocks_are_accounted_as_one": ("num_blocks=len(steps.blocks),", "num_blocks=1,"),
         },
     },
     "../adapters/hidden_state_adapters/tf_privacy/callback.py": {
@@ -463,8 +463,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "keras/test_model_attacks.py::test_what_dice_sgd_feeds_back": {
             "what_dice_feeds_back_is_not_accounted": (
-                '"error_clip_norm": self._error_clip,',
-                '"error_clip_norm": 1e-6,',
+                "error_clip_norm=self.error_l2_norm_clip or steps.step.clip,",
+                "error_clip_norm=1e-6,",
             ),
         },
     },
@@ -519,16 +519,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
     },
     "../adapters/hidden_state_adapters/tf_privacy/algorithm.py": {
-        "keras/test_microbatches.py": {
-            "microbatches_have_the_sensitivity_of_one_example": (
-                "is_microbatched = self.examples_of_record > 1",
-                "is_microbatched = False",
-            ),
-            "a_loss_of_examples_is_one_of_microbatches": (
-                "loss=None if is_microbatched else self._loss,",
-                "loss=self._loss,",
-            ),
-        },
         "keras/test_model_stopping.py::test_all_epochs_count": {
             "epochs_that_early_stopping_left_out_do_not_count": (
                 "for number in range(run.num_steps, self.steps + 1):",
@@ -1951,6 +1941,24 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "values = values * (1 - threshold / norms)",
             ),
             "regulariser_says_twice_its_convexity": ("return self.l2", "return 2 * self.l2"),
+        },
+    },
+    "runs/algorithms.py": {
+        "keras/test_microbatches.py": {
+            "microbatches_have_the_sensitivity_of_one_example": (
+                "is_microbatched=self.microbatch > 1,",
+                "is_microbatched=False,",
+            ),
+            "a_loss_of_examples_is_one_of_microbatches": (
+                "loss=self.loss if self.microbatch == 1 else None,",
+                "loss=self.loss,",
+            ),
+        },
+        "keras/test_model_dice.py": {
+            "a_gradient_bound_that_nothing_compares": (
+                "gradient_bound=self.gradient_bound,",
+                "gradient_bound=self.gradient_bound / 2,",
+            ),
         },
     },
     "runs/run.py": {

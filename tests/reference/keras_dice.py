@@ -63,4 +63,4 @@ def flat(tensors):
 
 
 def error_of(optimizer):
-    return flat(optimizer._steps.rule._errors)
+    return flat(optimizer._steps.step.rule._errors)

@@ -1,7 +1,8 @@
 """What a model is compiled with, and what makes and tells the private steps of a run of it.
 
-An `UpdateRule` says which algorithm it is; the `Algorithm` makes its steps and says what run they
-make. Both are here for DP-SGD along an optimizer of Keras; DiceSGD and DP-MBCD override them.
+An `UpdateRule` says which algorithm it is: DP-SGD along an optimizer of Keras here, DiceSGD and
+DP-MBCD in modules of their own. `Algorithm` makes its steps; what run they make, and what has to be
+true of it, is described once for all frameworks (`hidden_state_accountants.runs.algorithms`).
 """
 
 from __future__ import annotations
@@ -10,22 +11,15 @@ import functools
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import (
-    Assumption,
-    BlockCoordinateDpEvent,
-    LossGeometry,
-    RunRecorder,
-    Schedule,
-)
-from hidden_state_accountants.advice import no_contraction_line
-from hidden_state_accountants.guarantee import Topic
+from hidden_state_accountants import Assumption, BlockCoordinateDpEvent, LossGeometry, Schedule
+from hidden_state_accountants.runs import algorithms
 from hidden_state_accountants.runs.run import Run, Step
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.batch_plans import BatchPlan
@@ -35,7 +29,7 @@ from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 from hidden_state_adapters.tf_privacy.lineage import Lineage, RunState
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
-from hidden_state_adapters.tf_privacy.settings import EVERY_FEATURE, Declared, Settings
+from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import (
     Iterate,
     PlainSGD,
@@ -46,6 +40,8 @@ from hidden_state_adapters.tf_privacy.step import (
     check_within,
     refuse_noise,
 )
+
+Blocks = tuple[tuple[Any, ...], ...]
 
 
 @attrs.frozen
@@ -80,43 +76,74 @@ class StepsAhead:
 
 
 class UpdateRule:
-    """DP-SGD along an optimizer of Keras. Other mechanisms override what makes the steps.
+    """DP-SGD along an optimizer of Keras; other algorithms override what is theirs.
 
     Files of Keras hold the optimizer by themselves, and `plain_rule` in the model's configuration.
 
+    Attributes:
+        divisor: Public divisor of the sums that the run has to have; None for any.
+        why_one_replica: Reason why the steps cannot be those of several replicas; "" if they can.
+        takes_gradient_bound: Whether a bound on the gradients alone says anything of its runs.
+
     Args:
-        optimizer: Of Keras, or its name.
+        optimizer: Optimizer of Keras, or its name.
     """
+
+    divisor: int | None = None
+    why_one_replica: ClassVar[str] = ""
+    takes_gradient_bound: ClassVar[bool] = False
 
     def __init__(self, optimizer: Any):
         self.optimizer = optimizer
 
     def declared(self, settings: Settings) -> Declared:
-        """What is said of the loss.
-
-        Raises:
-            UnsupportedRunError: Two things say it.
-        """
+        """Returns what is said of the loss; UnsupportedRunError if two things say it."""
         return settings.declared
 
-    def steps(
-        self, settings: Settings, optimizer: Any, plan: BatchPlan | None, variables: Sequence[Any]
-    ) -> Algorithm:
-        """What makes the steps of a run.
+    def check(self, settings: Settings, update: Update, plan: BatchPlan | None) -> None:
+        """Raises UnsupportedRunError if there is no such algorithm.
 
         Args:
-            settings: Of the model.
-            optimizer: The one that Keras has compiled.
-            plan: The batches.
-            variables: Those that are trained.
-
-        Raises:
-            UnsupportedRunError: No such run can be accounted.
+            settings: Arguments of the model.
+            update: What the compiled optimizer makes of noisy gradients.
+            plan: Batches; None in a loop that nobody records.
         """
-        return Algorithm(settings, Update(optimizer, variables), plan, variables)
+        if settings.needs_plain_sgd and not update.is_plain_sgd:
+            raise refusal(
+                f"Expected plain SGD with {settings.needs_plain_sgd}, got {update.name}: no "
+                "theorem here covers hidden iterates of another update. Compile with "
+                "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or leave the argument "
+                "out: every step is then accounted by composition."
+            )
+
+    def moves_by(self, settings: Settings, update: Update, variables: Sequence[Any]) -> PlainSGD:
+        """Returns what is made of the noisy gradients of some variables."""
+        return update.rule(settings.prox, settings.projection_radius)
+
+    def blocks_of(self, variables: Sequence[Any]) -> Blocks:
+        """Returns the variables in lists that move in turn; () if they move together."""
+        return ()
+
+    def described(self, steps: Algorithm, declared: Declared) -> algorithms.Algorithm:
+        """Returns the algorithm that steps are of, with its numbers."""
+        settings, update = steps.settings, steps.update
+        prox, radius = settings.prox, settings.projection_radius
+        return algorithms.NoisySGD(
+            noise_multiplier=steps.step.noise_multiplier,
+            clip_norm=steps.step.clip,
+            source=declared.source,
+            loss=declared.geometry,
+            weight=declared.largest_weight,
+            prox="" if prox is None else prox.effect,
+            prox_strong_convexity=settings.prox_strong_convexity,
+            radius=math.inf if radius is None else radius,
+            weight_decay=update.weight_decay,
+            other_rule="" if update.is_plain_sgd else update.name,
+            microbatch=steps.examples_of_record,
+        )
 
     def with_places(self, model: Any) -> UpdateRule:
-        """A rule for files: variables are named by their places among those that a model trains.
+        """Returns a rule for files, with the places of variables among those of a model.
 
         Raises:
             UnsupportedRunError: It is about other variables.
@@ -124,7 +151,7 @@ class UpdateRule:
         return self
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments but the optimizer, as plain types."""
+        """Returns the arguments but the optimizer, as plain types."""
         return {}
 
     @classmethod
@@ -134,93 +161,72 @@ class UpdateRule:
 
 
 class Algorithm:
-    """Makes private steps, and says what run they make: DP-SGD along an optimizer of Keras.
+    """Makes private steps by a rule, and says what run they make.
 
-    A model asks it for steps on the batches of a plan, an optimizer shows it gradients of its own.
-    Other mechanisms override what is theirs.
+    A model asks it for steps on the batches of a plan; a drop-in optimizer shows its `step`
+    gradients of its own.
 
     Attributes:
-        step: That is made.
+        settings: Arguments of the model, or what the optimizer was made with.
+        update: What the compiled optimizer makes of noisy gradients.
+        step: Private step that is made.
         lineage: Run that its steps are of, and those before it.
-        update_rule: That the noisy mean goes through.
-        asked_for: The steps that the only call of fit so far was asked for; None if there are more.
-        examples_of_record: m, the examples of a microbatch; assigned before the run is asked for.
-        made_by: Who takes the steps, in words; assigned likewise.
+        asked_for: Number of steps that the only call of fit so far was asked for; None if there
+            are more.
+        examples_of_record: Examples of a microbatch, m; assigned before the run begins.
 
     Args:
-        settings: Of the model, or what the optimizer was made with.
-        update: Of the compiled optimizer.
-        plan: The batches; None in a loop of which nothing is known.
-        variables: Those that are trained.
-        blocks: The same in lists that move in turn; one by default.
+        rule: Rule that says which algorithm it is.
+        settings: Arguments of the model, or what the optimizer was made with.
+        optimizer: Optimizer that Keras has compiled.
+        plan: Batches; None in a loop that nobody records.
+        variables: Variables that are trained.
 
     Raises:
-        UnsupportedRunError: Something is said of an update that is not plain SGD's.
+        UnsupportedRunError: There is no such algorithm.
     """
-
-    _knows_gradient_bound = False  # whether one without a geometry says anything of its runs
 
     def __init__(
         self,
+        rule: UpdateRule,
         settings: Settings,
-        update: Update,
+        optimizer: Any,
         plan: BatchPlan | None,
         variables: Sequence[Any],
-        blocks: Sequence[Sequence[Any]] = (),
     ):
         refuse_surroundings()
         check_variables(variables)
-        self._check_settings(settings, update)
+        update = Update(optimizer, variables)
+        rule.check(settings, update, plan)
         self._strategy = getattr(variables[0], "distribute_strategy", None)
         if self._strategy is not None:
-            self._check_replicas(update)
+            _check_replicas(rule, update)
         assert settings.l2_norm_clip is not None  # compile has asked for it
-        self._settings, self._update, self._given_plan = settings, update, plan
-        noise = settings.noise_multiplier
+        self._rule, self._given_plan = rule, plan
+        self.settings, self.update = settings, update
+        noise, self._blocks = settings.noise_multiplier, rule.blocks_of(variables)
         self.step = PrivateStep(
-            self._rule(),
+            rule.moves_by(settings, update, variables),
             variables,
             clip=settings.l2_norm_clip,
             noise_multiplier=1.0 if noise is None else noise,  # which fit is to find
-            divisor=None if plan is None else plan.batch_size,
+            divisor=rule.divisor if plan is None else plan.batch_size,
             kept=update.slots,
-            blocks=blocks,
+            blocks=self._blocks,
         )
-        self.iterate: Any = Iterate(self.step)  # an optimizer in a loop has a `Watch`
-        self._loss: LossGeometry | None = None
+        self.iterate: Any = Iterate(self.step)  # an optimizer in a loop has `NotedSteps`
         self.lineage = Lineage(self)
-        self.asked_for: int | None = None  # steps, by the only call of fit so far
+        self.asked_for: int | None = None
         self._is_resumed = False  # what was declared before the first step is not known
-        self.update_rule, self.examples_of_record = update.name, 1
-        self.made_by = "the run itself"
+        self.examples_of_record = 1
+        self.begin(Declared())
 
     @property
     def _plan(self) -> BatchPlan:
         assert self._given_plan is not None  # a record has one
         return self._given_plan
 
-    def _check_settings(self, settings: Settings, update: Update) -> None:
-        if settings.needs_plain_sgd and not update.is_plain_sgd:
-            raise refusal(
-                f"Expected plain SGD with {settings.needs_plain_sgd}, got {update.name}: no "
-                "theorem here covers hidden iterates of another update. Compile with "
-                "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or leave the argument "
-                "out: every step is then accounted by composition."
-            )
-
-    def _check_replicas(self, update: Update) -> None:
-        if not update.is_plain_sgd:
-            raise refusal(
-                f"Expected plain SGD in a MirroredStrategy, got {update.name}: Keras' other "
-                "optimizers exchange gradients themselves, in every replica. Use "
-                "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or no strategy."
-            )
-
-    # The step
-
-    def _rule(self) -> PlainSGD:
-        """What is made of the noisy gradients."""
-        return self._update.rule(self._settings.prox, self._settings.projection_radius)
+    # The steps
 
     def take(
         self,
@@ -233,22 +239,14 @@ class Algorithm:
         refuse_surroundings(self._strategy)  # fit enters the strategy of the model
         return self.step.take(passes, rows, rate, left)
 
-    def rate(self) -> tf.Tensor:
-        """Returns the learning rate of the next update."""
-        return self._update.rate()
-
-    def count(self, steps: Any) -> None:
-        """Notes so many updates in Keras' count."""
-        self._update.count(steps)
-
     def rates(self, count: int) -> list[float]:
         """Returns the learning rates of the next steps; of Keras' own updates 1."""
-        if not self._update.is_plain_sgd:
+        if not self.update.is_plain_sgd:
             return [1.0] * count
         if _is_schedule(self.given_rate):
-            numbers = int(self.iterations.numpy()) + np.arange(count)
+            numbers = int(self.update.iterations.numpy()) + np.arange(count)
             return [float(rate) for rate in self._of_schedule(tf.constant(numbers, tf.int64))]
-        return [float(self._update.rate()) for _ in range(count)]
+        return [float(self.update.rate()) for _ in range(count)]
 
     @functools.cached_property
     def _of_schedule(self) -> Callable[[tf.Tensor], tf.Tensor]:
@@ -265,9 +263,7 @@ class Algorithm:
         if entries:
             self.iterate.last = entries[-1]  # first, so that none is taken that does not count
         self.iterate.values = values
-        self._update.count(len(entries))
-
-    # What it is
+        self.update.count(len(entries))
 
     @property
     def last_step(self) -> StepEntry:
@@ -290,9 +286,28 @@ class Algorithm:
         return self.step.has_left(self.iterate.values, variable)
 
     @property
-    def blocks(self) -> tuple[tuple[Any, ...], ...]:
+    def blocks(self) -> Blocks:
         """Its variables, if it updates them in turn."""
-        return ()
+        return self._blocks
+
+    def trains_by(self, blocks: Blocks) -> None:
+        """Notes the blocks of the first step, which must be those of all others.
+
+        Raises:
+            UnsupportedRunError: They are others.
+        """
+        if [list(map(id, block)) for block in blocks] == [
+            list(map(id, block)) for block in self._blocks
+        ]:
+            return
+        with tf.init_scope():  # the step may be traced
+            has_stepped = self.has_stepped
+        if has_stepped:
+            raise refusal(
+                "Expected the blocks of the first step, got other variables or another order: one "
+                "run trains the same blocks throughout. Use another optimizer for other blocks."
+            )
+        self._blocks = self.step.blocks = blocks
 
     def check_run(self) -> None:
         """Raises UnsupportedRunError if noise was made that no step was taken with."""
@@ -300,56 +315,9 @@ class Algorithm:
         if entry.drawn != entry.steps:
             raise refusal(
                 f"Noisy gradients were computed {entry.drawn} times, but {entry.steps} steps were "
-                "taken: the others were refused, interrupted or not applied. What ended the run "
-                "may depend on the examples, and the bound is about a number of steps that does "
-                f"not. Start again with another optimizer. {entry.problem}".rstrip()
+                "taken: the others were refused or interrupted. What ended the run may depend on "
+                f"the examples. Start again with another optimizer. {entry.problem}".rstrip()
             )
-
-    @property
-    def kind(self) -> str:
-        """The model's steps, with their update rule."""
-        return f"HiddenStateModel with {self._update.name}"
-
-    @property
-    def hidden_state(self) -> str:
-        """The order of the examples, where one is drawn for the whole run."""
-        return self._plan.why_not_resumable(self._plan.num_batches)
-
-    def private_state(self) -> dict[str, Any]:
-        """That order."""
-        return {"order": self._plan.private_state(self.last_step.steps)}
-
-    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
-        """Goes on with a run, after its steps so far, with new noise.
-
-        Moments are what Keras restored.
-
-        Args:
-            state: Of the run.
-            variables: Those that are trained, as its last step left them.
-
-        Raises:
-            ValueError: The private state is damaged.
-        """
-        longest = state.declared.longest_gradient  # each was compared with it
-        self.iterate.stands_at(state.num_steps, state.batch_size, longest)
-        self.iterations.assign(state.iterations)
-        self._is_resumed = True
-
-    @property
-    def l2_norm_clip(self) -> float:
-        """C."""
-        return self.step.clip
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Standard deviation of the noise on the sum of gradients over C."""
-        return self.step.noise_multiplier
-
-    @property
-    def iterations(self) -> Any:
-        """Keras' count of the updates."""
-        return self._update.iterations
 
     def goes_back(self) -> None:
         """Takes the weights of the moment, made of those of earlier steps, for the newest."""
@@ -357,17 +325,74 @@ class Algorithm:
         self.iterate.stands_at(last.steps, last.rows)
 
     def trains(self, variables: Sequence[Any]) -> bool:
-        """Whether these are the variables of the run."""
+        """Returns whether these are the variables of the run."""
         return list(map(id, self.step.variables)) == list(map(id, variables))
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
-        """Whether variables, and the optimizer's, are as the last step left them, bit by bit."""
+        """Returns whether variables, and the optimizer's, are as the last step left them."""
         left: bool = self.iterate.is_left(variables)
         return left
 
+    # How it goes on elsewhere
+
+    @property
+    def kind(self) -> str:
+        """The model's steps, with their update rule."""
+        outer = "" if type(self._rule) is UpdateRule else f", within {type(self._rule).__name__}"
+        return f"HiddenStateModel with {self.update.name}{outer}"
+
+    @property
+    def hidden_state(self) -> str:
+        """What the algorithm keeps secret, or the order that is drawn for the whole run."""
+        return self.described.secret or self._plan.why_not_resumable(self._plan.num_batches)
+
+    def private_state(self) -> dict[str, Any]:
+        """Returns that order, and what the rule keeps. Secret."""
+        order = self._plan.private_state(self.last_step.steps)
+        return {"order": order, **self.step.rule.private_state()}
+
+    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
+        """Goes on with a run, after its steps so far, with new noise.
+
+        Moments are what Keras restored.
+
+        Args:
+            state: State of the run.
+            variables: Variables that are trained, as its last step left them.
+
+        Raises:
+            ValueError: The private state is damaged, or the blocks are others.
+        """
+        places = {id(variable): place for place, variable in enumerate(variables)}
+        own = tuple(tuple(places[id(v)] for v in block) for block in self._blocks)
+        if own != state.blocks:
+            raise ValueError(
+                f"Expected the blocks of the run so far, trainable variables {state.blocks}, got "
+                f"{own}. Compile as before."
+            )
+        self.step.rule.resume(state.private or {})
+        longest = state.declared.longest_gradient  # each was compared with it
+        self.iterate.stands_at(state.num_steps, state.batch_size, longest)
+        self.update.iterations.assign(state.iterations)
+        self._is_resumed = True
+
+    # What it is
+
+    @property
+    def given_rate(self) -> Any:
+        """Learning rate of the optimizer as it was given."""
+        return self.update.given_rate
+
     def begin(self, declared: Declared) -> None:
-        """Takes over the geometry of the loss."""
-        self._loss, self.step.norm_bound = declared.geometry, declared.longest_gradient
+        """Takes over what is declared of the loss."""
+        self._declared, self.step.norm_bound = declared, declared.longest_gradient
+        self.described = self._rule.described(self, declared)
+
+    def set_noise(self, noise_multiplier: float) -> None:
+        """Sets the noise of all steps, before the first one."""
+        assert not self.has_stepped
+        self.step.noise_multiplier = noise_multiplier
+        self.begin(self._declared)
 
     def check_start(self, variables: Sequence[Any], declared: Declared) -> None:
         """Refuses to begin a run with these variables and declarations.
@@ -375,56 +400,44 @@ class Algorithm:
         Raises:
             UnsupportedRunError: The text says which.
         """
-        if declared.gradient_bound < math.inf and not self._knows_gradient_bound:
+        if declared.gradient_bound < math.inf and not self._rule.takes_gradient_bound:
             raise refusal(
                 "Expected gradient_bound for a Dice optimizer, got "
-                f"{type(self._update.optimizer).__name__}. Say loss_geometry, or nothing."
+                f"{type(self.update.optimizer).__name__}. Say loss_geometry, or nothing."
             )
-        self._update.check_options()
-        if self._loss is not None:
+        self.update.check_options()
+        if self.known_loss is not None:
             _refuse_tensor_float_32()
-        if self._settings.projection_radius is not None:
-            check_within(variables, self._settings.projection_radius)
-        if self._settings.prox is not None:
-            self._settings.prox.check_axes([variable.shape for variable in variables])
+        if self.settings.projection_radius is not None:
+            check_within(variables, self.settings.projection_radius)
+        if self.settings.prox is not None:
+            self.settings.prox.check_axes([variable.shape for variable in variables])
 
-    def derived(self, declared: Declared) -> list[Assumption]:
-        """What takes the place of a user's word of the same topic: the loss, the proximal map."""
-        of_map = _derived_map(self._settings)
-        if not declared.source:
-            return of_map
-        text = f"per-example loss: {declared.geometry!r}, {declared.source}"
-        if declared.largest_weight != 1:
-            text += f", times a weight of at most {declared.largest_weight:g}"
-        return [Assumption.checked(text, Topic.LOSS), EVERY_FEATURE, *of_map]
-
-    def known_loss(self, declared: Declared) -> LossGeometry | None:
-        """The geometry of the loss that its runs are accounted with."""
-        return self._loss
+    @property
+    def known_loss(self) -> LossGeometry | None:
+        """Geometry of the loss that its runs are accounted with."""
+        return getattr(self.described, "loss", None)
 
     def new_run(self, declared: Declared) -> Run:
-        """Of which the last iterate is released."""
-        plan, radius = self._plan, self._settings.projection_radius
-        is_microbatched = self.examples_of_record > 1
-        return RunRecorder(
-            batch_order=plan.order,
-            batch_size=plan.batch_size,
-            dataset_size=plan.dataset_size,
-            loss=None if is_microbatched else self._loss,
-            prox_strong_convexity=self._settings.prox_strong_convexity,
-            domain_diameter=math.inf if radius is None else 2 * radius,
-            sampling_rate=plan.sampling_rate,
-            max_batch_size=plan.max_batch_size,
-            is_microbatched=is_microbatched,
+        """Returns the empty record of a run."""
+        return self._rule.described(self, declared).new_run(self._plan.fields)
+
+    def step_of(self, entry: StepEntry) -> Step:
+        """Returns what a step says to the run.
+
+        Raises:
+            UnsupportedRunError: It is no step of such a run.
+        """
+        self.update.check_options()
+        return self.described.step(
+            learning_rate=as_meant(entry.learning_rate),
+            weight_decay=self.update.weight_decay,
+            rows=entry.rows,
+            largest_norm=entry.largest_norm,
         )
 
-    def set_noise(self, noise_multiplier: float) -> None:
-        """Of all steps; before the first one."""
-        assert not self.has_stepped
-        self.step.noise_multiplier = noise_multiplier
-
     def event_ahead(self, declared: Declared, ahead: StepsAhead) -> Any:
-        """The event of a run that is still to be made, with a noise multiplier of 1.
+        """Returns the event of a run that is still to be made, with a noise multiplier of 1.
 
         Raises:
             UnsupportedRunError: Its learning rates are not known, or its releases are not in it.
@@ -448,7 +461,7 @@ class Algorithm:
         """
         first, plan = run.num_steps, self._plan
         is_function = callable(self.given_rate) and not _is_schedule(self.given_rate)
-        if is_function and self.known_loss(Declared()) is not None:
+        if is_function and self.known_loss is not None:
             raise refusal(
                 "Expected a number or a schedule of Keras as learning rate with target_epsilon, "
                 "EarlyStopping or save_best_only, got a function: epsilon depends on the rates of "
@@ -463,105 +476,67 @@ class Algorithm:
 
         return ahead.add_to(run, step)
 
-    def step_of(self, entry: StepEntry) -> Step:
-        """Returns what a step says to the run.
-
-        Raises:
-            UnsupportedRunError: It is no step of such a run.
-        """
-        self._update.check_options()
-        rate, decay = self._rate_and_decay(as_meant(entry.learning_rate))
-        return Step(
-            noise_multiplier=self.noise_multiplier,
-            clip_norm=self.l2_norm_clip,
-            learning_rate=rate,
-            weight_decay=decay,
-            rows=entry.rows,
-            largest_norm=entry.largest_norm,
-        )
-
-    def _rate_and_decay(self, rate: float) -> tuple[float, float]:
-        """Returns those of a step; a rule that is not plain SGD's is one that moves."""
-        decay = self._update.weight_decay
-        expands = rate * decay >= 1 and self._loss is None
-        return (rate, decay) if self._update.is_plain_sgd and not expands else (1.0, 0.0)
+    # What is said of it
 
     def line_before(self, relation: NeighboringRelation) -> str:
-        """Whether the update contracts, assuming the hyper-parameters of the next step."""
-        is_drop_in = hasattr(self._update.optimizer, "plain_update")
-        if self._loss is None and not is_drop_in:  # composition is what was asked for
+        """Returns a line on whether hidden iterates help, assuming the next step's numbers."""
+        is_drop_in = hasattr(self.update.optimizer, "plain_update")
+        if self.known_loss is None and not is_drop_in:  # composition is what was asked for
             return ""
-        run = self.new_run(Declared())
-        entry = StepEntry(rows=self._plan.batch_size, learning_rate=float(self._update.rate()))
-        run.add(attrs.evolve(self.step_of(entry), batch=0))
-        return no_contraction_line(run.event(), relation)
-
-    def checked(self) -> list[str]:
-        """The values of the steps, and what holds for the variables."""
-        checked = [
-            "learning rate, weight decay, clip norm and noise as recorded, in every step, made by "
-            f"{self.made_by}"
-            if self._update.is_plain_sgd
-            else f"clip norm and noise as recorded, in every step; {self._update.name} along the "
-            "noisy gradients, its moments as the last step left them"
-        ]
-        each, loss = self.examples_of_record, self._loss
-        if loss is not None and loss.lipschitz is not None:
-            of = "per-example" if each == 1 else "microbatches'"
-            checked.append(f"{of} gradient norms at most {loss.lipschitz:g}")
-        if each > 1:
-            checked.append(
-                f"fixed microbatches of {each} examples, in the order of the data set: each is a "
-                "record of the event, accounted by composition, and its mean gradient is clipped "
-                "as one. An example that is replaced moves it by up to twice the clip norm, which "
-                "is what REPLACE_ONE says of a record"
-            )
-        if self._settings.projection_radius is not None:
-            checked.append(
-                f"all variables together within {self._settings.projection_radius:g} of 0"
-            )
-        return checked
+        return self.described.line_before(self._plan.fields, relation, float(self.update.rate()))
 
     def in_advance(self, run: Run) -> list[Assumption]:
-        """The number of steps that was asked for, and rates that Keras or nobody changes."""
-        total = None if self._is_resumed else self._settings.num_steps
+        """Returns the number of steps that was asked for, and the rates that nobody changes."""
+        total = None if self._is_resumed else self.settings.num_steps
         steps, given = steps_in_advance(run.num_steps, total), self.given_rate
-        if self._settings.num_steps is None and self.asked_for == run.num_steps:
+        if self.settings.num_steps is None and self.asked_for == run.num_steps:
             steps = Assumption.checked(
                 f"all of the {run.num_steps} steps that the only call of fit was asked for"
             )
         rates = ""
-        if not self._update.is_plain_sgd:
-            rates = f"rates of {self._update.name}, which change no figure"
+        if not self.update.is_plain_sgd:
+            rates = f"rates of {self.update.name}, which change no figure"
         elif callable(given) and not declared_rates(given, 0.0):
             rates = f"learning rate of every step that of the compiled {type(given).__name__}"
         return list(fixed_in_advance(run, steps, rates))
 
     def told(self, statement: Statement) -> str:
-        """The statement of a run; of another rule than plain SGD it says which."""
+        """Returns the statement of a run; of another rule than plain SGD it says which."""
+        if not self.described.hides_iterates:
+            return statement.lines()
         text = statement.paragraphs()
-        if self._update.is_plain_sgd:
+        if self.update.is_plain_sgd:
             return text
         return (
-            f"Update rule: {self._update.name} along the noisy gradients. No bound on hidden "
+            f"Update rule: {self.update.name} along the noisy gradients. No bound on hidden "
             "iterates knows it:\nevery step counts, and a learning rate of 1 stands for it.\n\n"
             f"{text}"
         )
 
     def declared(self, event: Any) -> list[str]:
-        """Where the learning rates come from; of foreign optimizers, what they see."""
-        return declared_rates(self.given_rate, event.learning_rate) + self._declared_of_optimizer()
+        """Returns where the learning rates come from; of foreign optimizers, what they see."""
+        kind, texts = type(self.update.optimizer), []
+        if self.described.hides_iterates:
+            texts = declared_rates(self.given_rate, getattr(event, "learning_rate", 0.0))
+        if not kind.__module__.startswith("hidden_state_adapters.") and not keras_api.is_of_keras(
+            self.update.optimizer
+        ):
+            texts.append(f"of the examples {kind.__name__} sees only the noisy gradients")
+        return texts
 
-    def _declared_of_optimizer(self) -> list[str]:
-        kind = type(self._update.optimizer)
-        if keras_api.is_of_keras(self._update.optimizer):
-            return []
-        return [f"of the examples {kind.__name__} sees only the noisy gradients"]
 
-    @property
-    def given_rate(self) -> Any:
-        """Of the optimizer."""
-        return self._update.given_rate
+def _check_replicas(rule: UpdateRule, update: Update) -> None:
+    if rule.why_one_replica:
+        raise refusal(
+            f"Expected no distribution strategy with {type(rule).__name__}, got a "
+            f"MirroredStrategy: {rule.why_one_replica}. Train in one."
+        )
+    if not update.is_plain_sgd:
+        raise refusal(
+            f"Expected plain SGD in a MirroredStrategy, got {update.name}: Keras' other "
+            "optimizers exchange gradients themselves, in every replica. Use "
+            "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or no strategy."
+        )
 
 
 def as_meant(rate: float) -> float:
@@ -590,12 +565,6 @@ def declared_rates(given: Any, recorded: float | Schedule) -> list[str]:
 
 def _is_schedule(given: Any) -> bool:
     return isinstance(given, tf.keras.optimizers.schedules.LearningRateSchedule)
-
-
-def _derived_map(settings: Settings) -> list[Assumption]:
-    """What takes the place of a user's word about the proximal map."""
-    prox = settings.prox
-    return [] if prox is None else [Assumption.checked(prox.effect, Topic.REGULARISER)]
 
 
 def _refuse_tensor_float_32() -> None:

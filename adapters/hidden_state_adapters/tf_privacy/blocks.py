@@ -6,27 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
-from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import BatchOrder, LossGeometry
-from hidden_state_accountants.runs.description import with_every_iterate
-from hidden_state_accountants.runs.run import BlockCoordinateRun, Run
+from hidden_state_accountants.runs.algorithms import BlockCoordinate
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule, as_meant
-from hidden_state_adapters.tf_privacy.lineage import RunState
+from hidden_state_adapters.tf_privacy.algorithm import Algorithm, Blocks, UpdateRule, as_meant
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
-from hidden_state_adapters.tf_privacy.step import StepEntry, Update, check_variables
-
-_DELTA = 1e-5  # where it is asked whether hidden iterates help
-
-CHECKED = (
-    "constant learning rate, clip norm, noise multiplier and prox; the clip of each block as one "
-    "vector; finite gradients, taken of each block at the values of that moment; blocks that are "
-    "together all that is trained"
-)
-Blocks = tuple[tuple[Any, ...], ...]
+from hidden_state_adapters.tf_privacy.step import Update, check_variables
 
 
 def blocks_of(given: Any, trained: Sequence[Any] = ()) -> Blocks:
@@ -141,62 +128,14 @@ class BlockCoordinateUpdate(UpdateRule):
         gradients clipped.
     """
 
+    why_one_replica = "every block would wait for the one before in all replicas"
+
     def __init__(self, optimizer: Any, blocks: Any = None):
         super().__init__(optimizer)
         self.blocks = blocks
 
-    def steps(
-        self, settings: Settings, optimizer: Any, plan: BatchPlan | None, variables: Sequence[Any]
-    ) -> BlockSteps:
-        """Those of DP-MBCD."""
-        blocks = blocks_of(self.blocks, variables)
-        return BlockSteps(settings, Update(optimizer, variables), plan, variables, blocks)
-
-    def with_places(self, model: Any) -> BlockCoordinateUpdate:
-        """With the places of the variables of each block."""
-        if self.blocks is None:
-            return self
-        trained = keras_api.trained(model)
-        return BlockCoordinateUpdate(None, places_of(blocks_of(self.blocks, trained), trained))
-
-    def get_config(self) -> dict[str, Any]:
-        """The blocks, as lists of places."""
-        return {"blocks": self.blocks}
-
-
-class BlockSteps(Algorithm):
-    """The steps of DP-MBCD.
-
-    Args:
-        settings: As for `Algorithm`, as the next three.
-        update: Of the compiled optimizer.
-        plan: The batches.
-        variables: Those that are trained.
-        blocks: The same in lists.
-
-    Raises:
-        UnsupportedRunError: The bound on DP-MBCD does not know such a run.
-    """
-
-    def __init__(
-        self,
-        settings: Settings,
-        update: Update,
-        plan: BatchPlan | None,
-        variables: Sequence[Any],
-        blocks: Blocks,
-    ):
-        if plan is not None and plan.order not in (BatchOrder.CYCLIC, BatchOrder.FULL):
-            raise refusal(
-                'Expected batch_order="cyclic" or "full" with BlockCoordinateUpdate, got '
-                f'"{plan.order.value}": the bound on DP-MBCD is about the same batches in every '
-                "epoch. Pass it to the model."
-            )
-        check_blocks(blocks, variables)
-        super().__init__(settings, update, plan, variables, blocks)
-        self._rate = as_meant(float(update.rate()))
-
-    def _check_settings(self, settings: Settings, update: Update) -> None:
+    def check(self, settings: Settings, update: Update, plan: BatchPlan | None) -> None:
+        """See `UpdateRule.check`."""
         if settings.projection_radius is not None:
             raise refusal(
                 "Expected projection_radius = None with BlockCoordinateUpdate, got "
@@ -211,104 +150,30 @@ class BlockSteps(Algorithm):
                 "prox=Regulariser(l2=...) to the model."
             )
 
-    def _check_replicas(self, update: Update) -> None:
-        raise refusal(
-            "Expected no distribution strategy with BlockCoordinateUpdate, got a MirroredStrategy: "
-            "every block would wait for the one before in all replicas. Train in one."
+    def blocks_of(self, variables: Sequence[Any]) -> Blocks:
+        """See `UpdateRule.blocks_of`."""
+        blocks = blocks_of(self.blocks, variables)
+        check_blocks(blocks, variables)
+        return blocks
+
+    def described(self, steps: Algorithm, declared: Declared) -> BlockCoordinate:
+        """See `UpdateRule.described`."""
+        return BlockCoordinate(
+            noise_multiplier=steps.step.noise_multiplier,
+            clip_norm=steps.step.clip,
+            step_size=as_meant(float(steps.update.rate())),
+            num_blocks=len(steps.blocks),
+            prox_strong_convexity=steps.settings.prox_strong_convexity,
+            loss=declared.geometry,
         )
 
-    @property
-    def blocks(self) -> Blocks:
-        """The lists of variables."""
-        return tuple(map(tuple, self.step.blocks))
+    def with_places(self, model: Any) -> BlockCoordinateUpdate:
+        """With the places of the variables of each block."""
+        if self.blocks is None:
+            return self
+        trained = keras_api.trained(model)
+        return BlockCoordinateUpdate(None, places_of(blocks_of(self.blocks, trained), trained))
 
-    def trains_by(self, blocks: Blocks) -> None:
-        """Notes the blocks of the first step; afterwards they must be the same.
-
-        Raises:
-            UnsupportedRunError: They are others, or not all that is trained.
-        """
-        check_blocks(blocks, self.step.variables)
-        if [[v.ref() for v in block] for block in blocks] == [
-            [v.ref() for v in block] for block in self.blocks
-        ]:
-            return
-        with tf.init_scope():  # the step may be traced
-            has_stepped = self.has_stepped
-        if has_stepped:
-            raise refusal(
-                "Expected the blocks of the first step, got other variables or another order: one "
-                "run trains the same blocks throughout. Use another optimizer for other blocks."
-            )
-        self.step.blocks = blocks
-
-    # What run it is
-
-    @property
-    def kind(self) -> str:
-        """The model's steps, with their update rule."""
-        return f"{super().kind}, within BlockCoordinateUpdate"
-
-    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
-        """As every mechanism's, with the blocks of before.
-
-        Raises:
-            ValueError: They are others.
-        """
-        own = tuple(map(tuple, places_of(self.blocks, variables)))
-        if own != state.blocks:
-            raise ValueError(
-                f"Expected the blocks of the run so far, trainable variables {state.blocks}, got "
-                f"{own}. Compile as before."
-            )
-        super().resume(state, variables)
-
-    def known_loss(self, declared: Declared) -> LossGeometry | None:
-        """Of the one block."""
-        return declared.geometry
-
-    def new_run(self, declared: Declared) -> Run:
-        """Of which the last blocks are released."""
-        return BlockCoordinateRun(**self._constants())
-
-    @property
-    def _settings_of_run(self) -> dict[str, Any]:
-        return {
-            "step_size": self._rate,
-            "clip_norm": self.l2_norm_clip,
-            "num_blocks": len(self.blocks),
-            "prox_strong_convexity": self._settings.prox_strong_convexity,
-        }
-
-    def _constants(self) -> dict[str, Any]:
-        plan = self._plan
-        return {
-            **self._settings_of_run,
-            "batch_size": plan.batch_size,
-            "dataset_size": plan.dataset_size,
-            "block_loss": self._loss,
-        }
-
-    def line_before(self, relation: NeighboringRelation) -> str:
-        """Whether hidden iterates help, of what is said of the loss, judged by two epochs."""
-        if self._loss is None:
-            return ""
-        run = BlockCoordinateRun(**self._constants())
-        step = self.step_of(StepEntry(rows=self._plan.batch_size, learning_rate=self._rate))
-        run.add_counted(step, 2 * self._plan.num_batches)
-        event = run.event()
-        every = with_every_iterate(event, relation)
-        if every is None or run.guarantee(relation).epsilon(_DELTA) < every.epsilon(_DELTA):
-            return ""
-        return (
-            "no contraction: epsilon equals composition (every update of every block counts); see "
-            "docs/papers/block_coordinate.md"
-        )
-
-    def checked(self) -> list[str]:
-        """What every step checks."""
-        return [CHECKED]
-
-    def declared(self, event: Any) -> list[str]:
-        """Nothing beside what is so of every run."""
-        return []
+    def get_config(self) -> dict[str, Any]:
+        """The blocks, as lists of places."""
+        return {"blocks": self.blocks}

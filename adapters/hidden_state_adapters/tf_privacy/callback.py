@@ -72,9 +72,9 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         gradient_bound: For the Dice optimizers, a bound on the norm of every per-example gradient
             before clipping that holds for ALL examples that could have been in the data. The run is
             checked against it. inf if none is known.
-        block_loss: `loss_geometry` by its name in BlockCoordinateKerasOptimizer, of one block.
-        loss_geometry: What is known about the per-example loss, before clipping, for ALL examples
-            that could have been in the data. None is composition, unless the optimizer was told.
+        loss_geometry: What is known about the per-example loss (of DP-MBCD as a function of the one
+            block), before clipping, for ALL examples that could have been in the data. None is
+            composition, unless the optimizer was told.
 
     Raises:
         UnsupportedRunError: From fit, when the run is not one that can be accounted.
@@ -93,7 +93,6 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         checkpoints_stay_private: bool = False,
         metrics_stay_private: bool = False,
         gradient_bound: float = math.inf,
-        block_loss: LossGeometry | None = None,
         loss_geometry: LossGeometry | None = None,
     ):
         super().__init__()
@@ -107,9 +106,6 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         self._relation = checked_relation(neighboring_relation)
         self._checkpoints_stay_private = checkpoints_stay_private
         self._metrics_stay_private = metrics_stay_private
-        if None not in (loss_geometry, block_loss):
-            raise refusal("Expected loss_geometry or block_loss, got both. They say the same.")
-        loss_geometry = loss_geometry if block_loss is None else block_loss
         if isinstance(loss_geometry, str):
             raise refusal(
                 f"Expected loss_geometry to be a LossGeometry or None, got {loss_geometry!r}: what "
@@ -194,8 +190,15 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 "Expected compile(loss_weights=None), got weights: they change the loss that is "
                 "accounted. Drop them."
             )
-        declared = optimizer.known(self._declared)
-        each = optimizer.told.microbatch(self._batch_size)
+        declared = self._declared
+        if optimizer.settings.loss_geometry is not None:
+            if declared.geometry is not None:
+                raise refusal(
+                    "Expected loss_geometry in one place, got one of the optimizer and one of its "
+                    "run. Leave it out of the optimizer."
+                )
+            declared = optimizer.settings.declared
+        each = optimizer.settings.microbatch(self._batch_size)
         records, size = range(batches.used // each), self._batch_size // each
         plan = EqualPlan(records, size, BatchOrder.CYCLIC)
         return RecordedRun(

@@ -17,23 +17,15 @@ from typing import Any, NoReturn
 import attrs
 import numpy as np
 import tensorflow as tf
-from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError, validate
-from hidden_state_accountants.guarantee import Topic
-from hidden_state_accountants.runs.run import DiceSgdRun
-from hidden_state_accountants.runs.statement import Statement
+from hidden_state_accountants import UnsupportedRunError, validate
+from hidden_state_accountants.runs.algorithms import DiceSGD
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
-from hidden_state_adapters.tf_privacy.lineage import RunState
 from hidden_state_adapters.tf_privacy.refusals import refusal
-from hidden_state_adapters.tf_privacy.settings import EVERY_FEATURE, Declared, Settings, check_scale
+from hidden_state_adapters.tf_privacy.settings import Declared, Settings, check_scale
 from hidden_state_adapters.tf_privacy.step import PlainSGD, Update, joint_norm
 
-CHECKED = (
-    "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
-    "finite gradients, one row each, in float32 or float64; the same variables"
-)
 # An automatic clip takes a vector for 0 below this part of its length, so that the factor stays
 # within float32.
 _SHORTEST = 1e-30
@@ -189,7 +181,7 @@ class DiceRule(PlainSGD):
         Raises:
             ValueError: The error is of other variables, or damaged; nothing is changed.
         """
-        errors = [_array(part) for part in private["error"]]
+        errors = [_array(part) for part in private.get("error", ())]
         expected = [(tuple(v.shape), v.dtype.as_numpy_dtype) for v in self._errors]
         found = [(error.shape, error.dtype.type) for error in errors]
         if found != expected:
@@ -247,7 +239,7 @@ class DiceUpdate(UpdateRule):
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2, 3 (Adam) and 4 (automatic).
     """
 
-    _divisor: int | None = None  # that an optimizer was told
+    takes_gradient_bound = True
 
     def __init__(
         self,
@@ -278,7 +270,7 @@ class DiceUpdate(UpdateRule):
             **arguments: As for the class.
         """
         rule = cls(optimizer, **arguments)
-        rule._divisor = expected_batch_size
+        rule.divisor = expected_batch_size
         return rule
 
     def get_config(self) -> dict[str, Any]:
@@ -288,7 +280,7 @@ class DiceUpdate(UpdateRule):
             "error_l2_norm_clip": self.error_l2_norm_clip,
             "automatic": self.automatic,
             "gradient_bound": None if math.isinf(bound) else bound,
-            "expected_batch_size": self._divisor,
+            "expected_batch_size": self.divisor,
         }
 
     @classmethod
@@ -302,151 +294,33 @@ class DiceUpdate(UpdateRule):
         """Of the loss, and the bound on its gradients."""
         return attrs.evolve(settings.declared, gradient_bound=self.gradient_bound)
 
-    def steps(
-        self, settings: Settings, optimizer: Any, plan: BatchPlan | None, variables: Sequence[Any]
-    ) -> DiceSteps:
-        """Those of DiceSGD."""
-        if plan is not None and self._divisor not in (None, plan.batch_size):
-            raise refusal(
-                f"Expected expected_batch_size = None or {plan.batch_size}, the divisor of every "
-                f"batch, got {self._divisor}. Leave it out."
-            )
-        steps = DiceSteps(
-            settings,
-            Update(optimizer, variables),
-            plan,
-            variables,
-            error_l2_norm_clip=self.error_l2_norm_clip,
-            automatic=self.automatic,
-        )
-        if plan is None:
-            steps.step.divisor = self._divisor
-        return steps
-
-
-class DiceSteps(Algorithm):
-    """The steps of DiceSGD.
-
-    Args:
-        settings: As for `Algorithm`, as the next three.
-        update: Of the compiled optimizer.
-        plan: The batches.
-        variables: Those that are trained.
-        error_l2_norm_clip: C_2, or None for C_1.
-        automatic: Whether both clips normalise.
-
-    Raises:
-        UnsupportedRunError: The bound on DiceSGD does not know such a run.
-    """
-
-    hidden_state = "the error of DiceSGD, which is data of the examples without noise"
-    _knows_gradient_bound = True
-
-    def __init__(
-        self,
-        settings: Settings,
-        update: Update,
-        plan: BatchPlan | None,
-        variables: Sequence[Any],
-        *,
-        error_l2_norm_clip: float | None,
-        automatic: bool,
-    ):
-        assert settings.l2_norm_clip is not None
-        self._error_clip = error_l2_norm_clip or settings.l2_norm_clip
-        self._automatic, self._trained = automatic, variables
-        super().__init__(settings, update, plan, variables)
-
-    def _check_settings(self, settings: Settings, update: Update) -> None:
-        unknown = {
-            "prox": "a proximal map is not in the algorithm",
-            "projection_radius": "a projection is not in the algorithm, and would not lower "
-            "epsilon",
-            "max_batch_size": "a capped batch is not a Poisson batch, and the bound on DiceSGD has "
-            "no term for the cap",
-        }
-        for name, why in unknown.items():
+    def check(self, settings: Settings, update: Update, plan: BatchPlan | None) -> None:
+        """See `UpdateRule.check`."""
+        for name, why in DiceSGD.unknown.items():
             if getattr(settings, name) is not None:
                 raise refusal(
                     f"Expected {name} = None with DiceUpdate, got {getattr(settings, name)}: {why}."
                     " Leave it out."
                 )
+        if plan is not None and self.divisor not in (None, plan.batch_size):
+            raise refusal(
+                f"Expected expected_batch_size = None or {plan.batch_size}, the divisor of every "
+                f"batch, got {self.divisor}. Leave it out."
+            )
 
-    def _rule(self) -> DiceRule:
-        self.rule = DiceRule(
-            self._update.rule(),
-            self._trained,
-            error_clip=self._error_clip,
-            automatic=self._automatic,
-        )
-        return self.rule
+    def moves_by(self, settings: Settings, update: Update, variables: Sequence[Any]) -> DiceRule:
+        """See `UpdateRule.moves_by`."""
+        clip = self.error_l2_norm_clip or settings.l2_norm_clip
+        assert clip is not None
+        return DiceRule(update.rule(), variables, error_clip=clip, automatic=self.automatic)
 
-    # What run it is
-
-    @property
-    def kind(self) -> str:
-        """The model's steps, with their update rule."""
-        return f"{super().kind}, within DiceUpdate"
-
-    def private_state(self) -> dict[str, Any]:
-        """The error, beside what else the steps keep."""
-        return {**super().private_state(), **self.rule.private_state()}
-
-    def resume(self, state: RunState, variables: Sequence[Any]) -> None:
-        """As every mechanism's, with the error of the private state."""
-        self.rule.resume(state.private or {"error": []})
-        super().resume(state, variables)
-
-    def known_loss(self, declared: Declared) -> LossGeometry | None:
-        """Of the loss only the bound on its gradients counts."""
-        return None
-
-    def derived(self, declared: Declared) -> list[Assumption]:
-        """Likewise."""
-        bound = declared.longest_gradient
-        if not declared.source or math.isinf(bound):
-            return []
-        text = f"per-example gradient norms at most {bound:g}: {declared.source}"
-        return [Assumption.checked(text, Topic.GRADIENT_NORM), EVERY_FEATURE]
-
-    @property
-    def constants(self) -> dict[str, Any]:
-        """Of every step."""
-        return {
-            "noise_multiplier": self.noise_multiplier,
-            "clip_norm": self.l2_norm_clip,
-            "error_clip_norm": self._error_clip,
-            "automatic": self._automatic,
-        }
-
-    def new_run(self, declared: Declared) -> DiceSgdRun:
-        """Of which every iterate counts as released."""
-        plan = self._plan
-        return DiceSgdRun(
-            batch_order=plan.order,
-            batch_size=plan.batch_size,
-            dataset_size=plan.dataset_size,
-            sampling_rate=plan.sampling_rate,
+    def described(self, steps: Algorithm, declared: Declared) -> DiceSGD:
+        """See `UpdateRule.described`."""
+        return DiceSGD(
+            noise_multiplier=steps.step.noise_multiplier,
+            clip_norm=steps.step.clip,
+            error_clip_norm=self.error_l2_norm_clip or steps.step.clip,
+            automatic=self.automatic,
             gradient_bound=declared.longest_gradient,
-            **self.constants,
+            source=declared.source,
         )
-
-    def _rate_and_decay(self, rate: float) -> tuple[float, float]:
-        """None: the rule of the update is free."""
-        return 1.0, 0.0
-
-    def line_before(self, relation: NeighboringRelation) -> str:
-        """Nothing: no iterate is hidden."""
-        return ""
-
-    def checked(self) -> list[str]:
-        """What every step checks."""
-        return [CHECKED, "the error of the feedback is in no file that was not asked to hold it"]
-
-    def declared(self, event: Any) -> list[str]:
-        """Of foreign optimizers, what they see."""
-        return self._declared_of_optimizer()
-
-    def told(self, statement: Statement) -> str:
-        """The lines to paste, with what the paper would have claimed."""
-        return statement.lines()

@@ -14,24 +14,18 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import attrs
 import tensorflow as tf
 
-from hidden_state_accountants import BatchOrder, LossGeometry, Regulariser, validate
+from hidden_state_accountants import BatchOrder, Regulariser, validate
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
-from hidden_state_adapters.tf_privacy.blocks import BlockCoordinateUpdate, blocks_of
+from hidden_state_adapters.tf_privacy.blocks import BlockCoordinateUpdate, blocks_of, check_blocks
 from hidden_state_adapters.tf_privacy.dice import DiceUpdate
 from hidden_state_adapters.tf_privacy.gradients import check_loss, of_rows
 from hidden_state_adapters.tf_privacy.lineage import PastRun, past_runs, plain_runs
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
-from hidden_state_adapters.tf_privacy.settings import (
-    Declared,
-    Settings,
-    check_scale,
-    plain_geometry,
-)
+from hidden_state_adapters.tf_privacy.settings import Settings, check_scale
 from hidden_state_adapters.tf_privacy.step import (
     NOT_FINITE,
     TOO_LONG,
@@ -49,14 +43,8 @@ _UNCLIPPED: Mapping[str, Any] = {
     "clipnorm": None, "clipvalue": None, "global_clipnorm": None, "gradient_accumulation_steps": 1,
 }  # fmt: skip
 _PLAIN_SGD: Mapping[str, Any] = {"momentum": 0.0, "nesterov": False, "decay": 0.0, **_UNCLIPPED}
-_TOLD = (
-    "l2_norm_clip",
-    "noise_multiplier",
-    "num_microbatches",
-    "prox",
-    "projection_radius",
-    "loss_geometry",
-)
+_ARGUMENTS = ("l2_norm_clip", "noise_multiplier", "num_microbatches")
+_TOLD = ("prox", "projection_radius", "loss_geometry")
 _logger = logging.getLogger("hidden_state_accountants")
 
 
@@ -123,10 +111,11 @@ class PrivateOptimizer(legacy.Optimizer):
         is_private_sgd: Whether Keras' part of the update is that of plain SGD, if no option says
             otherwise.
         update_rule: Rule that the noisy mean goes through, in words.
+        settings: What a model is told that is compiled with it.
 
     Args:
-        arguments: Clip norm, noise multiplier and microbatches.
-        told: What else a model would be told, by name.
+        settings: What a model is told that is compiled with it.
+        own: Arguments of the constructor that are not Keras', as plain types, for files.
         **keras: Arguments of the optimizer of Keras.
     """
 
@@ -138,25 +127,14 @@ class PrivateOptimizer(legacy.Optimizer):
     _pending: tuple[int, tuple[list[Any], Any], tf.Tensor, tf.Tensor] | None = None
     _was_dp_gradients_called = False
 
-    def __init__(
-        self,
-        arguments: tuple[float, float, int | None],
-        told: Mapping[str, Any],
-        **keras: Any,
-    ):
+    def __init__(self, settings: Settings, own: Mapping[str, Any], **keras: Any):
         refuse_surroundings()
-        clip, noise, number = arguments
-        self.told = Settings(
-            l2_norm_clip=clip,
-            noise_multiplier=noise,
-            num_microbatches=number,
-            batch_order=BatchOrder.CYCLIC,
-            **told,
-        )
         rate = keras["learning_rate"]
         if isinstance(rate, int | float):
             validate.magnitude("learning_rate", rate)
         super().__init__(**keras)
+        self.settings = settings
+        self._own = {**settings.to_plain(*_ARGUMENTS), **own}
         self.loaded_runs: tuple[PastRun, ...] = ()  # behind the weights of the file
 
     # What a subclass says
@@ -167,42 +145,15 @@ class PrivateOptimizer(legacy.Optimizer):
 
     def _of_records(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the loss of each record, and the number of records; called under the tape."""
-        losses = check_loss(loss, self.told.num_microbatches)
+        losses = check_loss(loss, self.settings.num_microbatches)
         return _means(losses, tf.shape(losses)[0])
 
-    # Its settings
-
-    @property
-    def l2_norm_clip(self) -> float:
-        """Clip norm C."""
-        assert self.told.l2_norm_clip is not None
-        return self.told.l2_norm_clip
-
-    @property
-    def noise_multiplier(self) -> float:
-        """Standard deviation of the noise on the sum of gradients over C."""
-        assert self.told.noise_multiplier is not None
-        return self.told.noise_multiplier
+    # What it did
 
     @property
     def last_step(self) -> StepEntry:
         """What the last step did, and how many there were; without noise."""
         return StepEntry() if self._steps is None else self._steps.last_step
-
-    def known(self, declared: Declared) -> Declared:
-        """Returns what is declared of the loss, to a callback or here.
-
-        Raises:
-            UnsupportedRunError: It is declared in both places.
-        """
-        if self.told.loss_geometry is None:
-            return declared
-        if declared.geometry is not None:
-            raise refusal(
-                "Expected loss_geometry in one place, got one of the optimizer and one of its "
-                "run. Leave it out of the optimizer."
-            )
-        return self.told.declared
 
     # The steps
 
@@ -225,8 +176,8 @@ class PrivateOptimizer(legacy.Optimizer):
                 "recorded. Pass the callback to every call of fit, or compile with a fresh "
                 "optimizer and account both runs."
             )
-        steps = self._rule(None).steps(self.told, self, plan, variables)
-        steps.made_by, steps.examples_of_record = "the optimizer", examples_of_record
+        steps = Algorithm(self._rule(None), self.settings, self, plan, variables)
+        steps.examples_of_record = examples_of_record
         steps.iterate = NotedSteps(steps.step)
         self._steps = steps
         return steps
@@ -238,7 +189,7 @@ class PrivateOptimizer(legacy.Optimizer):
         if self._steps is None:
             check_variables(variables)
             with tf.init_scope():  # the step may be traced
-                self.begin_run(variables).begin(self.told.declared)
+                self.begin_run(variables).begin(self.settings.declared)
             _logger.warning(
                 "nobody records the steps of %s. HiddenStateCallback in fit, or "
                 "make_private(model), says what the run costs; of a loop of your own declare the "
@@ -303,11 +254,11 @@ class PrivateOptimizer(legacy.Optimizer):
                 "accounted."
             )
         block, along, rows, longest = pending
-        steps, step, rate = self._steps, self._steps.step, self._steps.rate()
+        steps, step, rate = self._steps, self._steps.step, self._steps.update.rate()
         step.rule.move(step.blocks[block], along, rate, tf.constant(True))
         ended = int(block + 1 == len(step.blocks))
         steps.iterate.note(rows, rate, longest, ended)
-        steps.count(ended)
+        steps.update.count(ended)
 
     def plain_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Moves variables as Keras does along gradients that have their noise."""
@@ -344,7 +295,8 @@ class PrivateOptimizer(legacy.Optimizer):
                 f"Expected an optimizer without steps in compile, got a {kind.__name__} that took "
                 "some: the model makes its own, with another count. Pass a new one."
             )
-        return self._rule(self._plain()), {name: getattr(self.told, name) for name in _TOLD}
+        told = {name: getattr(self.settings, name) for name in (*_ARGUMENTS, *_TOLD)}
+        return self._rule(self._plain()), told
 
     def _plain(self) -> Any:
         """Returns the optimizer of Keras without noise."""
@@ -354,16 +306,11 @@ class PrivateOptimizer(legacy.Optimizer):
     def _given_rate(self) -> Any:
         return self._hyper["learning_rate"]  # a number, a schedule, or a function
 
-    def _config(self, **own: Any) -> dict[str, Any]:
-        """Returns all arguments, and what was trained, for whoever loads the file."""
-        told = {
-            "l2_norm_clip": self.l2_norm_clip,
-            "noise_multiplier": self.noise_multiplier,
-            "num_microbatches": self.told.num_microbatches,
-        }
+    def get_config(self) -> dict[str, Any]:
+        """Returns all arguments, and what was trained, for whoever loads the file; see Keras."""
         runs = plain_runs([] if self._steps is None else self._steps.variables, self.loaded_runs)
         noted = {_RUNS: runs} if runs else {}
-        return {**self._keras.get_config(self), **told, **own, **noted}
+        return {**self._keras.get_config(self), **self._own, **noted}
 
     @classmethod
     def from_config(
@@ -383,6 +330,11 @@ class PrivateOptimizer(legacy.Optimizer):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles the arguments only, likewise."""
         return type(self).from_config, (self.get_config(),)
+
+
+def _settings(clip: float, noise: float, microbatches: int | None, **others: Any) -> Settings:
+    given = dict(zip(_ARGUMENTS, (clip, noise, microbatches), strict=True))
+    return Settings(batch_order=BatchOrder.CYCLIC, **given, **others)  # type: ignore[arg-type]
 
 
 def _means(losses: tf.Tensor, records: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -472,47 +424,28 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
                 'does not see the model: say loss_geometry="auto" and feature_norm= to '
                 "make_private(model, ...)."
             )
-        self._weight_decay = validate.real("weight_decay", weight_decay, minimum=0)
-        super().__init__(
-            (l2_norm_clip, noise_multiplier, num_microbatches),
-            {
-                "prox": prox,
-                "projection_radius": projection_radius,
-                "loss_geometry": loss_geometry,
-            },
-            learning_rate=learning_rate,
-            name=name,
-            **_without(_PLAIN_SGD, kwargs),
+        decay = validate.real("weight_decay", weight_decay, minimum=0)
+        settings = _settings(
+            l2_norm_clip,
+            noise_multiplier,
+            num_microbatches,
+            prox=prox,
+            projection_radius=projection_radius,
+            loss_geometry=loss_geometry,
         )
-
-    @property
-    def weight_decay(self) -> float:
-        """Decoupled weight decay w."""
-        return self._weight_decay
-
-    @property
-    def prox(self) -> Regulariser | None:
-        """Regulariser whose proximal map follows every step."""
-        return self.told.prox
-
-    @property
-    def projection_radius(self) -> float | None:
-        """Radius of the ball around 0 that holds all trainable variables together."""
-        return self.told.projection_radius
-
-    @property
-    def loss_geometry(self) -> LossGeometry | None:
-        """What is declared here about the per-example loss."""
-        return self.told.declared.geometry
+        own = {"weight_decay": decay, **settings.to_plain(*_TOLD)}
+        keras = {"learning_rate": learning_rate, "name": name, **_without(_PLAIN_SGD, kwargs)}
+        super().__init__(settings, own, **keras)
+        self.weight_decay = decay
 
     def _rule(self, optimizer: Any) -> UpdateRule:
         return UpdateRule(optimizer)
 
     def _of_records(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        losses = check_loss(loss, None)
+        losses, number = check_loss(loss, None), self.settings.num_microbatches
         if losses.shape[0] is not None:
-            self.told.microbatch(losses.shape[0])  # raises
-        return _means(losses, self.told.num_microbatches or tf.shape(losses)[0])
+            self.settings.microbatch(losses.shape[0])  # raises
+        return _means(losses, number or tf.shape(losses)[0])
 
     def _plain(self) -> Any:
         rate = self._given_rate
@@ -521,20 +454,13 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
                 "Expected a number or a schedule of Keras as learning_rate of an optimizer that a "
                 "model is compiled with, got a function. Use tf.keras.optimizers.schedules."
             )
-        return tf.keras.optimizers.SGD(rate, weight_decay=self._weight_decay or None)
-
-    def get_config(self) -> dict[str, Any]:
-        """Returns all arguments of the constructor as plain types; see Keras."""
-        return self._config(
-            weight_decay=self._weight_decay,
-            prox=self.prox and attrs.asdict(self.prox),
-            projection_radius=self.projection_radius,
-            loss_geometry=plain_geometry(self.loss_geometry),
-        )
+        return tf.keras.optimizers.SGD(rate, weight_decay=self.weight_decay or None)
 
 
 class DiceOptimizer(PrivateOptimizer):
     """Base of `DiceKerasSGDOptimizer` and `DiceKerasAdamOptimizer`; see the former."""
+
+    _usual_rate = 0.01
 
     def __init__(
         self,
@@ -547,19 +473,21 @@ class DiceOptimizer(PrivateOptimizer):
         expected_batch_size: int | None = None,
         **keras: Any,
     ):
+        keras = {"learning_rate": self._usual_rate, "name": type(self).__name__, **keras}
         if expected_batch_size is not None:
             expected_batch_size = validate.integer(
                 "expected_batch_size", expected_batch_size, minimum=1
             )
-        self._dice: dict[str, Any] = {
+        settings = _settings(l2_norm_clip, noise_multiplier, num_microbatches)
+        own: dict[str, Any] = {
             "error_l2_norm_clip": error_l2_norm_clip,
             "automatic": automatic,
             "expected_batch_size": expected_batch_size,
         }
-        self._rule(None)  # raises
-        arguments = (l2_norm_clip, noise_multiplier, num_microbatches)
-        super().__init__(arguments, {}, **_without(_UNCLIPPED, keras))
-        self._dice["error_l2_norm_clip"] = error_l2_norm_clip or self.l2_norm_clip
+        DiceUpdate.of_optimizer(None, **own)  # raises
+        own["error_l2_norm_clip"] = error_l2_norm_clip or settings.l2_norm_clip
+        super().__init__(settings, own, **_without(_UNCLIPPED, keras))
+        self._dice = own
 
     def _rule(self, optimizer: Any) -> DiceUpdate:
         return DiceUpdate.of_optimizer(optimizer, **self._dice)
@@ -567,7 +495,7 @@ class DiceOptimizer(PrivateOptimizer):
     def _of_records(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor]:
         if self._dice["expected_batch_size"] is None:
             return super()._of_records(loss)
-        losses = check_loss(loss, self.told.num_microbatches, may_be_empty=True)
+        losses = check_loss(loss, self.settings.num_microbatches, may_be_empty=True)
         # The step of an empty batch takes place, with one row that no variable changes.
         shape = tf.concat([[1], tf.shape(losses)[1:]], 0)
         padded = tf.concat([losses, tf.zeros(shape, losses.dtype)], 0)
@@ -578,10 +506,6 @@ class DiceOptimizer(PrivateOptimizer):
     def _plain(self) -> Any:
         options = self._keras.get_config(self) | {"learning_rate": self._given_rate}
         return self._keras(**options)
-
-    def get_config(self) -> dict[str, Any]:
-        """Returns all arguments as plain types; see Keras. It holds no error."""
-        return self._config(**self._dice)
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -625,10 +549,8 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
             accounted with probability B/N; take the step of an empty batch, too). For fixed shapes
             fill such a batch up with rows whose loss is multiplied by 0. None: every batch has the
             same number of rows, and that is B.
-        learning_rate: A number or a LearningRateSchedule.
-        name: Name of the optimizer.
-        **kwargs: Arguments of tf.keras.optimizers.legacy.SGD: momentum, nesterov, decay; the others
-            at their neutral values.
+        **keras: Arguments of tf.keras.optimizers.legacy.SGD: learning_rate, momentum, nesterov,
+            decay, name; the others at their neutral values.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -637,19 +559,6 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
     """
-
-    def __init__(
-        self,
-        l2_norm_clip: float,
-        noise_multiplier: float,
-        num_microbatches: int | None = None,
-        *,
-        learning_rate: Any = 0.01,
-        name: str = "DiceKerasSGDOptimizer",
-        **kwargs: Any,
-    ):
-        arguments = (l2_norm_clip, noise_multiplier, num_microbatches)
-        super().__init__(*arguments, learning_rate=learning_rate, name=name, **kwargs)
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -670,12 +579,8 @@ class DiceKerasAdamOptimizer(DiceOptimizer, legacy.Adam):
     epsilon before the bias correction.
 
     Args:
-        l2_norm_clip: As `DiceKerasSGDOptimizer`, as the next two.
-        noise_multiplier: Standard deviation of the noise on the sum over C_1.
-        num_microbatches: None, or the number of rows.
-        learning_rate: A number or a LearningRateSchedule.
-        name: Name of the optimizer.
-        **kwargs: Others of `DiceKerasSGDOptimizer`, and of tf.keras.optimizers.legacy.Adam.
+        *args: Arguments of `DiceKerasSGDOptimizer`.
+        **kwargs: Others, and those of tf.keras.optimizers.legacy.Adam.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithm 3.
     """
@@ -683,19 +588,7 @@ class DiceKerasAdamOptimizer(DiceOptimizer, legacy.Adam):
     is_private_sgd = False
     update_rule = "Adam"
     _keras = legacy.Adam
-
-    def __init__(
-        self,
-        l2_norm_clip: float,
-        noise_multiplier: float,
-        num_microbatches: int | None = None,
-        *,
-        learning_rate: Any = 0.001,
-        name: str = "DiceKerasAdamOptimizer",
-        **kwargs: Any,
-    ):
-        arguments = (l2_norm_clip, noise_multiplier, num_microbatches)
-        super().__init__(*arguments, learning_rate=learning_rate, name=name, **kwargs)
+    _usual_rate = 0.001
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -720,10 +613,9 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
     does for one block: all trainable variables.
 
     Formal guarantees:
-      - Those of the `BlockCoordinateDpEvent` of the run under
-        `hidden_state_accountants.BlockCoordinateAccountant`: the blocks after the last step are
-        released, nothing else. One block with a `block_loss` or a contracting prox may profit from
-        hidden states; several blocks cost the composition of all their updates
+      - Those of the `BlockCoordinateDpEvent` of the run: the blocks after the last step are
+        released, nothing else. One block with a `loss_geometry` or a contracting prox may profit
+        from hidden states; several blocks cost the composition of all their updates
         (docs/papers/block_coordinate.md). `HiddenStateCallback` records a fit; of a loop of your
         own declare the event.
       - Trusted, and read by the callback after every step: as of `CyclicDPKerasSGDOptimizer`.
@@ -776,14 +668,11 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
         if not isinstance(nonnegative, bool):
             raise TypeError(f"Expected nonnegative to be True or False, got {nonnegative!r}.")
         prox = Regulariser(l1=l1, l2=l2, low=0.0 if nonnegative else -math.inf)
-        self._options = {"l1": prox.l1, "l2": prox.l2, "nonnegative": nonnegative}
-        super().__init__(
-            (l2_norm_clip, noise_multiplier, num_microbatches),
-            {"prox": None if prox == Regulariser() else prox},
-            learning_rate=rate,
-            name=name,
-            **_without(_PLAIN_SGD, kwargs),
-        )
+        used = None if prox == Regulariser() else prox
+        settings = _settings(l2_norm_clip, noise_multiplier, num_microbatches, prox=used)
+        own = {"l1": prox.l1, "l2": prox.l2, "nonnegative": nonnegative}
+        keras = {"learning_rate": rate, "name": name, **_without(_PLAIN_SGD, kwargs)}
+        super().__init__(settings, own, **keras)
 
     def _rule(self, optimizer: Any) -> BlockCoordinateUpdate:
         return BlockCoordinateUpdate(optimizer)
@@ -812,11 +701,8 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
                 "optimizer.minimize(lambda: ..., blocks) there (docs/papers/block_coordinate.md)."
             )
         steps = self._steps_of([v for block in blocks for v in block])
+        check_blocks(blocks, steps.step.variables)
         steps.trains_by(blocks)
         for block in blocks:
             pairs = self._compute_gradients(loss, list(block), grad_loss, tape)
             self.apply_gradients(pairs, name=name)
-
-    def get_config(self) -> dict[str, Any]:
-        """Returns all arguments of the constructor as plain types; see Keras."""
-        return self._config(**self._options)

@@ -264,7 +264,7 @@ class RecordedRun:
     def _begin(self) -> None:
         """Asks where the initial weights come from."""
         self._take_over(runs_behind(self.model))
-        before = int(self.optimizer.iterations.numpy())
+        before = int(self.optimizer.update.iterations.numpy())
         if before and not self._earlier:
             raise refusal(
                 f"Expected a fresh optimizer, or the weights that its last step left, got one with "
@@ -334,7 +334,7 @@ class RecordedRun:
             declared=self.declared,
             texts=tuple(dict.fromkeys((*self._texts, *self._left_open, *declared))),
             num_steps=self.num_batches,
-            iterations=int(optimizer.iterations.numpy()),
+            iterations=int(optimizer.update.iterations.numpy()),
             run=self._run.state_dict(),
             earlier=self._lineage.earlier,
             weights=fingerprint(keras_api.variables(self.model)),
@@ -407,7 +407,7 @@ class RecordedRun:
         """Refuses a convex loss of several layers that are moved together."""
         parts = self.optimizer.blocks or (keras_api.trained(self.model),)
         layers = [keras_api.layers_of(self.model, part) for part in parts]
-        if reason := why_not_convex(self.optimizer.known_loss(self.declared), layers):
+        if reason := why_not_convex(self.optimizer.known_loss, layers):
             raise refusal(reason)
 
     def _assume(self, text: str) -> None:
@@ -634,7 +634,7 @@ class RecordedRun:
         is_own_loop = self._of_gradients is not None
         variables = _CHECKED.format(_ONLY_BY_STEPS if is_own_loop else _BETWEEN_EPOCHS)
         own = [Assumption.checked(text) for text in (self._dealt.text, variables)]
-        own += [Assumption.checked(text) for text in self.optimizer.checked()]
+        own += [Assumption.checked(text) for text in self.optimizer.described.checked()]
         own += [*(self._of_gradients or ()), *self.declared.measured]
         if self._earlier:
             own.append(Assumption.checked(_EARLIER.format(len(self._earlier))))
@@ -645,7 +645,7 @@ class RecordedRun:
         # What was read off this run's loss says nothing about the runs before it.
         run = self._whole_run()
         proven = run.guarantee(self._relation).assumptions
-        derived = self.optimizer.derived(self.declared)
+        derived = self.optimizer.described.derived()
         proven = replace_assumptions(proven, *derived, *self.optimizer.in_advance(run))
         before = [guarantee.assumptions for guarantee in self._spent]
         return merge_assumptions([tuple(own), proven, *before])
@@ -663,7 +663,7 @@ class RecordedRun:
             self.assumptions(declared),
             delta,
             microbatch=self.optimizer.examples_of_record,
-            update_rule=self.optimizer.update_rule,
+            update_rule=self.optimizer.update.name,
         )
         return self.optimizer.told(statement)
 

@@ -24,7 +24,12 @@ from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.batch_plans import RandomKeys, plan_of
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.algorithm import StepsAhead, UpdateRule, rule_and_settings
+from hidden_state_adapters.tf_privacy.algorithm import (
+    Algorithm,
+    StepsAhead,
+    UpdateRule,
+    rule_and_settings,
+)
 from hidden_state_adapters.tf_privacy.batches import (
     FEWEST_ROWS,
     Dealer,
@@ -332,7 +337,7 @@ class PrivateRun(Figures):
         if self._head is not None:
             self._examples.hold(self._head.inputs, self._head.targets)
         fixed.check(model)
-        steps = rule.steps(settings, optimizer, self.plan, variables)
+        steps = Algorithm(rule, settings, optimizer, self.plan, variables)
         # Of the order of the batches; what is known of the loss only adds theorems.
         steps.new_run(declared).check_relation(self.relation)
         self._record: RecordedRun = RecordedRun(
@@ -659,7 +664,7 @@ class PrivateRun(Figures):
         """The one that was given, or that was found; None before."""
         if not self._record.has_begun:
             return self.settings.noise_multiplier
-        return self.steps.noise_multiplier
+        return self.steps.step.noise_multiplier
 
     def target(self, epsilon: float | None, delta: float | None) -> tuple[float, float] | None:
         """Epsilon and delta that the noise is to be found for; None if it is known.

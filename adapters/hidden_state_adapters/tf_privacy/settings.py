@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,22 +25,23 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 
 AUTO = "auto"
 _LARGEST = 1e30
-EVERY_FEATURE = Assumption.declared(
-    "the features of every example that the data could hold are as short as those that it holds: "
-    "they are scaled example by example, by a rule that does not depend on the data"
-)
+
+
+def _given(check: Callable[..., Any], *names: str, default: Any = None, **limits: Any) -> Any:
+    """Returns a field whose value is what a function makes of it; None as a default stays."""
+    convert = functools.partial(check, *names, **limits)
+    optional = attrs.converters.optional(convert)
+    return attrs.field(default=default, converter=optional if default is None else convert)
 
 
 # Of the loss
 
 
-def _bound(value: Any) -> float:
-    return validate.real("gradient_bound", value, above=0, allow_inf=True)
-
-
-def _check_geometry(instance: object, attribute: Any, value: object) -> None:
-    if value is None or isinstance(value, LossGeometry) or value == AUTO:
-        return
+def _geometry(value: Any) -> Any:
+    if isinstance(value, Mapping):  # of a configuration
+        return LossGeometry(**value)
+    if isinstance(value, LossGeometry) or value == AUTO:
+        return value
     raise TypeError(f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {value!r}.')
 
 
@@ -58,16 +60,16 @@ class Declared:
             the loss is said of it without its weight.
     """
 
-    gradient_bound: float = attrs.field(default=math.inf, converter=_bound)
-    loss_geometry: LossGeometry | str | None = attrs.field(default=None, validator=_check_geometry)
-    feature_norm: float | None = None
+    gradient_bound: float = _given(
+        validate.real, "gradient_bound", default=math.inf, above=0, allow_inf=True
+    )
+    loss_geometry: LossGeometry | str | None = _given(_geometry)
+    feature_norm: float | None = _given(validate.real, "feature_norm", above=0)
     source: str = ""
     largest_weight: float = 1.0
 
     def __attrs_post_init__(self) -> None:
-        if self.feature_norm is not None:
-            validate.real("feature_norm", self.feature_norm, above=0)
-        elif self.is_automatic:
+        if self.feature_norm is None and self.is_automatic:
             raise ValueError(
                 'Expected feature_norm with loss_geometry="auto", got None: the constants grow '
                 "with the norm of the features. Normalise every example by itself, and pass the "
@@ -131,20 +133,15 @@ class Declared:
         return {
             "gradient_bound": None if bound == math.inf else bound,
             "loss_geometry": plain_geometry(self.geometry),
-            "feature_norm": None if self.feature_norm is None else float(self.feature_norm),
+            "feature_norm": self.feature_norm,
             "source": self.source,
         }
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> Declared:
         """Inverse of `to_plain`."""
-        bound, geometry = plain["gradient_bound"], plain["loss_geometry"]
-        return cls(
-            gradient_bound=math.inf if bound is None else bound,
-            loss_geometry=None if geometry is None else LossGeometry(**geometry),
-            feature_norm=plain["feature_norm"],
-            source=str(plain["source"]),
-        )
+        bound = plain["gradient_bound"]
+        return cls(**{**plain, "gradient_bound": math.inf if bound is None else bound})
 
 
 def plain_geometry(geometry: LossGeometry | None) -> dict[str, Any] | None:
@@ -165,35 +162,9 @@ def check_scale(name: str, value: float) -> None:
         )
 
 
-def _positive(name: str, value: Any) -> float:
-    return validate.real(name, value, above=0)
-
-
-def _count(name: str, value: Any) -> int:
-    return validate.integer(name, value, minimum=1)
-
-
-def _regulariser(name: str, value: Any) -> Regulariser | None:
-    return regulariser_or_none(name, Regulariser(**value) if isinstance(value, Mapping) else value)
-
-
-_CHECKS: Mapping[str, Callable[[str, Any], Any]] = {
-    "l2_norm_clip": _positive,
-    "noise_multiplier": validate.magnitude,
-    "num_microbatches": _count,
-    "num_steps": _count,
-    "batch_order": lambda _, value: parse_batch_order(value),
-    "max_batch_size": _count,
-    "sampling_rate": lambda name, value: validate.real(name, value, above=0, maximum=1),
-    "prox": _regulariser,
-    "projection_radius": _positive,
-    "loss_geometry": lambda _, given: (
-        LossGeometry(**given) if isinstance(given, Mapping) else given  # of a configuration
-    ),
-    "weight_bound": _positive,
-    "neighboring_relation": lambda _, value: validate.neighboring_relation(value),
-    "target_delta": lambda _, value: validate.target_delta(value),
-}
+def _regulariser(value: Any) -> Regulariser | None:
+    of_config = isinstance(value, Mapping)
+    return regulariser_or_none("prox", Regulariser(**value) if of_config else value)
 
 
 @attrs.frozen(kw_only=True)
@@ -205,65 +176,57 @@ class Settings:
         UnsupportedRunError: Two do not go together.
     """
 
-    l2_norm_clip: float | None = None
-    noise_multiplier: float | None = None
-    num_microbatches: int | None = None
-    num_steps: int | None = None
-    batch_order: BatchOrder | None = None
-    max_batch_size: int | None = None
-    sampling_rate: float | None = None
+    l2_norm_clip: float | None = _given(validate.real, "l2_norm_clip", above=0)
+    noise_multiplier: float | None = _given(validate.magnitude, "noise_multiplier")
+    num_microbatches: int | None = _given(validate.integer, "num_microbatches", minimum=1)
+    num_steps: int | None = _given(validate.integer, "num_steps", minimum=1)
+    batch_order: BatchOrder | None = _given(parse_batch_order)
+    max_batch_size: int | None = _given(validate.integer, "max_batch_size", minimum=1)
+    sampling_rate: float | None = _given(validate.real, "sampling_rate", above=0, maximum=1)
     drop_remainder: bool = False
-    prox: Regulariser | None = None
-    projection_radius: float | None = None
-    loss_geometry: LossGeometry | str | None = None
+    prox: Regulariser | None = _given(_regulariser)
+    projection_radius: float | None = _given(validate.real, "projection_radius", above=0)
+    loss_geometry: LossGeometry | str | None = _given(_geometry)
     feature_norm: float | None = None
-    weight_bound: float | None = None
-    neighboring_relation: NeighboringRelation = NeighboringRelation.REPLACE_SPECIAL
-    target_delta: float | None = None
+    weight_bound: float | None = _given(validate.real, "weight_bound", above=0)
+    neighboring_relation: NeighboringRelation = _given(
+        validate.neighboring_relation, default=NeighboringRelation.REPLACE_SPECIAL
+    )
+    target_delta: float | None = _given(validate.target_delta)
     checkpoints_stay_private: bool = False
     metrics_stay_private: bool = False
     validation_data_is_public: bool = False
 
     def __attrs_post_init__(self) -> None:
-        for name, check in _CHECKS.items():
-            given = getattr(self, name)
-            if given is not None or name == "neighboring_relation":
-                object.__setattr__(self, name, check(name, given))
         # The compiled optimizer may say what is missing; fit finds noise.
         clip, noise = self.l2_norm_clip or 1.0, self.noise_multiplier or 0.0
         check_scale("l2_norm_clip", clip)
         check_scale("l2_norm_clip * noise_multiplier", clip * noise)
-        of_sizes, order = self.max_batch_size, self.order
-        if of_sizes is not None and order not in OF_RANDOM_SIZE:
+        if self.max_batch_size is not None and self.order not in OF_RANDOM_SIZE:
             raise UnsupportedRunError(
                 'Expected max_batch_size = None unless batch_order = "poisson", got '
-                f'{of_sizes} with "{order.value}": its batches have one '
+                f'{self.max_batch_size} with "{self.order.value}": its batches have one '
                 'size. Leave it out, or say batch_order="poisson".'
             )
-        adds = self.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE
-        if adds and order is not BatchOrder.POISSON:
+        if self.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            self._check_adding()
+        elif self.sampling_rate is not None:
             raise UnsupportedRunError(
-                "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
-                f'ADD_OR_REMOVE_ONE: with batch_order="{order.value}" one example more '
-                "or less changes other batches as well. Poisson batches have that relation."
+                f"Expected sampling_rate = None with {self.neighboring_relation.name}, got "
+                f"{self.sampling_rate:g}: rate and divisor follow from the number of examples. "
+                "Leave it out; it is for ADD_OR_REMOVE_ONE."
             )
-        self._check_rate(adds)
         _ = self.declared  # raises
 
-    def _check_rate(self, adds: bool) -> None:
-        """Raises unless nothing is computed from the number of examples where a relation hides it.
-
-        Otherwise that number is public, and nothing else says the rate.
-        """
+    def _check_adding(self) -> None:
+        """Raises where something is computed from the number of examples, which is hidden."""
+        if self.order is not BatchOrder.POISSON:
+            raise UnsupportedRunError(
+                "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
+                f'ADD_OR_REMOVE_ONE: with batch_order="{self.order.value}" one example more '
+                "or less changes other batches as well. Poisson batches have that relation."
+            )
         remedy = "Use REPLACE_SPECIAL, whose figures are the same, where that number is public"
-        if not adds:
-            if self.sampling_rate is not None:
-                raise UnsupportedRunError(
-                    f"Expected sampling_rate = None with {self.neighboring_relation.name}, got "
-                    f"{self.sampling_rate:g}: rate and divisor follow from the number of examples. "
-                    "Leave it out; it is for ADD_OR_REMOVE_ONE."
-                )
-            return
         if self.sampling_rate is None:
             raise UnsupportedRunError(
                 "Expected a constant rate and divisor, got ADD_OR_REMOVE_ONE with those that are "
@@ -338,13 +301,14 @@ class Settings:
         names = ("loss_geometry", "prox", "projection_radius")
         return " and ".join(name for name in names if getattr(self, name) is not None)
 
-    def to_plain(self) -> dict[str, Any]:
-        """The arguments as plain types."""
+    def to_plain(self, *names: str) -> dict[str, Any]:
+        """Returns the arguments of these names, or all, as plain types."""
         geometry = self.loss_geometry
-        return {
+        plain = {
             **attrs.asdict(self, recurse=False),
             "prox": self.prox and attrs.asdict(self.prox),
             "batch_order": self.batch_order and self.batch_order.value,
             "neighboring_relation": self.neighboring_relation.name,
             "loss_geometry": geometry if isinstance(geometry, str) else plain_geometry(geometry),
         }
+        return {name: plain[name] for name in names or plain}

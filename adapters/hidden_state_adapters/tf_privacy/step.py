@@ -318,6 +318,13 @@ class PlainSGD:
         bound = tf.constant(clip, tf.float64)
         return [bound / tf.maximum(norms, bound)]
 
+    def private_state(self) -> dict[str, Any]:
+        """Returns what it keeps as plain types that restore it. Secret."""
+        return {}
+
+    def resume(self, private: Mapping[str, Any]) -> None:
+        """Stands where another one stood; ValueError if what that one returned is damaged."""
+
     def direction(self, noisy: list[Any], rests: Sequence[Any], divisor: Any) -> tuple[Any, Any]:
         """Returns what the update is along, and what the rule keeps.
 
