@@ -31,6 +31,15 @@ class Mutation:
 # By file and test: its name, the passage, and what replaces it.
 _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "../adapters/hidden_state_adapters/batch_plans.py": {
+        "opacus/test_batch_plans.py::test_private_state_goes_on_with_the_same_batches": {
+            "batches_of_unknown_records_are_restored": (
+                " and np.isin(used, known).all()",
+                "",
+            ),
+        },
+        "opacus/test_loaders.py::test_batch_size_that_does_not_divide": {
+            "records_are_left_out_unasked": ("if used < size and not drops:", "if used > size:"),
+        },
         "opacus/test_batch_plans.py::test_bins_of_uneven_numbers_are_uniform": {
             "the_first_bins_are_a_little_likelier": (
                 "while len(again := np.flatnonzero(words > last)):",
@@ -67,6 +76,14 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             "a_rate_that_the_noise_was_not_found_for": (
                 "        return attrs.evolve(self, target_rate=float(",
                 "        return attrs.evolve(self, target_rate=None and float(",
+            ),
+        },
+    },
+    "../adapters/hidden_state_adapters/opacus/step_maps.py": {
+        "opacus/test_projections.py::test_a_function_of_the_model_itself": {
+            "functions_may_change_the_model_in_place_of_their_argument": (
+                "        if _distance(before, params):",
+                "        if _distance(before, params) and not before:",
             ),
         },
     },
@@ -1810,6 +1827,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
         "core/test_groups.py": {
+            "batches_of_a_fixed_size_are_drawn_where_records_are_added": (
+                "    if event.batch_order in OF_RANDOM_SIZE:\n",
+                "    if event.batch_order is not BatchOrder.FULL:\n",
+            ),
             "records_without_gradient_are_strongly_convex": (
                 "left = (1 - changed) * loss.strong_convexity",
                 "left = (1 - 0 * changed) * loss.strong_convexity",

@@ -358,8 +358,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             return declared, float(noise), earlier
 
         declared, noise, earlier = agreed(prepare, lambda found: fields_in_common(*found))
-        if group is not None:
-            group.check_sums(declared.trained[0].device)
         started: list[TrainingRun] = []
         try:
             made = agreed(lambda: self._make(declared, noise, started))

@@ -95,9 +95,14 @@ class RunArguments:
 
         Raises:
             TypeError: One is missing or unknown.
-            UnsupportedRunError: There are several optimizers.
+            UnsupportedRunError: The clip follows the records, or there are several optimizers.
         """
         own = {name: value for name, value in given.items() if value is not None}
+        if own.get("clipping") == "adaptive":
+            raise UnsupportedRunError(
+                f'Expected clipping = "flat" or "per_layer", got "adaptive": {WHY_NOT_ADAPTIVE}. '
+                "Use one fixed clip norm, or Opacus' schedulers of it, which look at no record."
+            )
         unknown = sorted(own.keys() - {field.name for field in attrs.fields(cls)})
         if unknown:
             raise TypeError(f"Unknown argument of make_private: {', '.join(unknown)}.")
@@ -191,11 +196,6 @@ class RunArguments:
                 f"Expected poisson_sampling = {order is BatchOrder.POISSON} with "
                 f'batch_order="{order.value}", got {sampling!r}. Leave it out: batch_order '
                 "says how the records are dealt."
-            )
-        if self.clipping == "adaptive":
-            raise UnsupportedRunError(
-                f'Expected clipping = "flat" or "per_layer", got "adaptive": {WHY_NOT_ADAPTIVE}. '
-                "Use one fixed clip norm, or Opacus' schedulers of it, which look at no record."
             )
         if self.clips_per_layer and mechanism.takes_per_layer:
             self._check_clip_norms()

@@ -171,21 +171,6 @@ class ProcessGroup:
                     )
         return made  # type: ignore[no-any-return]
 
-    def check_sums(self, device: torch.device) -> None:
-        """Raises UnsupportedRunError unless the processes can add up tensors on `device`."""
-        try:
-            one = torch.ones(2, device=device)
-            distributed.all_reduce(one, group=self._sums)
-            total = one.tolist()
-        except RuntimeError as error:
-            raise UnsupportedRunError(
-                f"Expected a process group that adds up tensors on {device}, got "
-                f"{distributed.get_backend()!r}: {error} Call init_process_group with "
-                '"gloo" for a CPU, "nccl" for CUDA devices.'
-            ) from error
-        if total != [self.size] * 2:
-            raise UnsupportedRunError(f"Expected sums of {self.size} over the group, got {total}.")
-
     # In a step
 
     def tell(self, kind: str, text: str) -> None:
@@ -306,8 +291,6 @@ def trains_together(module: nn.Module, distributed: bool | None) -> bool:
         raise TypeError(f"Expected distributed to be True, False or None, got {distributed!r}.")
     _refuse_shards(module)
     count, is_wrapped = num_processes(), isinstance(module, WRAPPERS)
-    if isinstance(module, DistributedDataParallel):
-        _check_whole(module)
     if distributed and not _is_initialized():
         raise UnsupportedRunError(
             "Expected torch.distributed.init_process_group before make_private with "
@@ -343,15 +326,6 @@ def _refuse_shards(module: nn.Module) -> None:
             "Expected one process for each device, got nn.DataParallel, whose copies of the model "
             "leave their per-example gradients where no step finds them. Start one process for "
             "each device, with Opacus' DPDDP."
-        )
-
-
-def _check_whole(module: DistributedDataParallel) -> None:
-    if module.process_group.size() != distributed.get_world_size():
-        raise UnsupportedRunError(
-            f"Expected DistributedDataParallel over all {distributed.get_world_size()} processes, "
-            f"got a group of {module.process_group.size()}: what the others train would not be "
-            "counted. Leave process_group out."
         )
 
 
