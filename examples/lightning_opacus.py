@@ -7,7 +7,7 @@ Needs Lightning, which this package does not install: pip install lightning
 `make_private` comes first; the LightningModule holds the private model and returns the private
 optimizer, and the Trainer gets the private loader. What the Trainer would do beside training is
 switched off, because it shows or chooses iterates that epsilon does not cover: checkpoints, logs of
-the training loss, early stopping.
+the training loss, early stopping. Epsilon itself goes to your loggers by `log_epsilon`.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine, log_epsilon
 
 TRAIN_RECORDS = 1500
 BATCH_SIZE = 150
@@ -88,8 +88,11 @@ def main():
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    log_epsilon(trainer, engine, options.delta)
     trainer.fit(Probe(model, optimizer), loader)
 
+    logged = float(trainer.callback_metrics["epsilon_if_released_now"])
+    print(f"logged after the last epoch: {logged:.3f}")
     with torch.no_grad():
         correct = (model(features).argmax(dim=1) == targets).float().mean()
     print(f"accuracy on {len(targets)} public digits: {float(correct):.3f}")

@@ -37,6 +37,7 @@ from hidden_state_accountants.events.loss_geometry import (
     LossKind as LossKind,
 )
 from hidden_state_accountants.events.schedule import Schedule as Schedule
+from hidden_state_accountants.gain import Gain as Gain, would_gain as would_gain
 from hidden_state_accountants.guarantee import Assumption as Assumption, Guarantee as Guarantee
 from hidden_state_accountants.ledger import (
     Budget as Budget,

@@ -283,6 +283,23 @@ def compare(
 
 @app.command()
 @with_run
+def gain(run: Run, json: Json = False, quiet: Quiet = False) -> None:
+    """Would my script gain, before I convert it? By how much, and what would help most?
+
+    Example: `hsa gain run.toml`
+    """
+    found = run()
+    with output.progress(quiet) as tell:
+        tell("gain: epsilons, the noise at equal epsilon, single changes of the run")
+        said = hsa.would_gain(found.event, found.delta, found.neighboring_relation)
+    if json:
+        output.json(said.to_dict())
+    else:
+        typer.echo(str(said))
+
+
+@app.command()
+@with_run
 def audit(
     run: Run,
     claim_epsilon: Annotated[

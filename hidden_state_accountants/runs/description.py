@@ -120,13 +120,14 @@ def _with_poisson_batches(event: LastIterateDpEvent) -> Guarantee | None:
 def _facts(
     event: LastIterateDpEvent, relation: NeighboringRelation, update: str
 ) -> tuple[tuple[str, str], ...]:
-    contraction, ratio = "unknown (no loss geometry declared)", "-"
+    contraction, ratio = "any, every step counts (no loss is declared)", ""
     process = process_of(event, relation)
     if process is not None:
         contraction = f"c = {_range(process.contraction)}"
         acts = process.sensitivity > 0
         if acts.any():
-            ratio = _range(process.noise_std[acts] / process.sensitivity[acts])
+            sizes = process.noise_std[acts] / process.sensitivity[acts]
+            ratio = f", noise/sensitivity {_range(sizes)}"
     released = ", ".join(map(str, event.release_steps[:_MOST_RELEASES]))
     if len(event.release_steps) > _MOST_RELEASES:
         released += f", ... ({len(event.release_steps)} in all)"
@@ -145,8 +146,7 @@ def _facts(
         ),
         (
             "noise",
-            f"multiplier {_range(event.per_step('noise_multiplier'))}, clip norm {clip}, "
-            f"noise/sensitivity {ratio}",
+            f"multiplier {_range(event.per_step('noise_multiplier'))}, clip norm {clip}{ratio}",
         ),
     )
 

@@ -105,7 +105,7 @@ def test_what_is_said_of_the_last_iterate():
     assert fixed_up(every, 3) in statement(PLAIN).paragraphs()
     unknown = attrs.evolve(PLAIN, loss=None, clip_norm=1.0, domain_diameter=math.inf)
     text = fields(statement(unknown).lines())
-    assert "unknown (no loss geometry declared)" in text["update"]
+    assert "every step counts (no loss is declared)" in text["update"]
     assert text["update"].endswith("no projection")
     pairs = " ".join(statement(PLAIN, microbatch=2).paragraphs().split())
     assert "performed over 10000 examples with 1000 examples per iteration" in pairs

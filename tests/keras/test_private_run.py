@@ -249,3 +249,18 @@ def _one_step():
 def test_what_it_does_not_train(model, error):
     with pytest.raises(error, match=r"Expected a (plain|Keras) model"):
         private_run(model=model())
+
+
+def test_one_epoch_says_what_all_would_gain():
+    run = private_run("head", l2_norm_clip=1.4143 * 2**0.5)
+    with pytest.raises(ValueError, match="none yet"):
+        run.would_gain(DELTA, epochs=30)
+    run.train(1, verbose=False)
+    gain = run.would_gain(DELTA, epochs=30)
+    assert (gain.verdict, gain.event.num_steps) == ("yes", 30 * RECORDS // BATCH)
+    assert gain.epsilon < gain.every_iterate
+    deep = fitted(epochs=1)
+    assert deep.would_gain(DELTA).verdict == "no"
+    assert "Every step counts, because no loss_geometry" in " ".join(deep.report(DELTA).split())
+    with pytest.raises(TypeError, match="hiding the iterates is about noisy SGD"):
+        fitted("dice", epochs=1).would_gain(DELTA)

@@ -30,6 +30,18 @@ class Mutation:
 
 # By file and test: its name, the passage, and what replaces it.
 _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
+    "gain.py": {
+        "core/test_gain.py": {
+            "a_short_shuffled_run_gains_whatever_poisson_batches_cost": (
+                'return "yes" if self.epsilon < _LEAST * self.with_poisson_batches else _ONLY',
+                'return "yes"',
+            ),
+            "equal_epsilon_is_that_of_the_own_batches": (
+                'self.with_poisson_batches if self.verdict == "yes" else math.inf',
+                "math.inf",
+            ),
+        },
+    },
     "../adapters/hidden_state_adapters/batch_plans.py": {
         "opacus/test_batch_plans.py::test_private_state_goes_on_with_the_same_batches": {
             "batches_of_unknown_records_are_restored": (

@@ -3,6 +3,11 @@
 import logging
 
 import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -39,3 +44,39 @@ def test_a_schedule_of_which_nothing_quick_is_known(make_run):
         run.optimizer.param_groups[0]["lr"] = rate
         run.epoch()
     assert OTHERS not in run.engine.report(DELTA)
+
+
+def test_a_run_that_is_not_yet_trained_says_what_it_gains(make_run):
+    run = make_run()
+    gain = run.engine.would_gain(DELTA, epochs=30)
+    assert gain.verdict == "yes"
+    with pytest.raises(ValueError, match="Expected epochs, got None"):
+        run.engine.would_gain(DELTA)
+    for _ in range(30):
+        run.epoch()
+    assert gain.epsilon == run.engine.get_epsilon(DELTA)
+    assert run.engine.would_gain(DELTA).event == run.engine.privacy_event == gain.event
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({}, "no loss is declared"),
+        ({"criterion": nn.CrossEntropyLoss()}, "criterion= without feature_norm="),
+        ({"optimizer": "adam"}, "no hidden-state bound for Adam"),
+    ],
+)
+def test_no_gain_has_a_reason(arguments, reason):
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if arguments.pop("optimizer", None):
+        optimizer = torch.optim.Adam(model.parameters())
+    data = TensorDataset(torch.randn(20, 4), torch.randint(3, (20,)))
+    engine = HiddenStatePrivacyEngine()
+    engine.make_private(
+        module=model, optimizer=optimizer, data_loader=DataLoader(data, batch_size=5),
+        noise_multiplier=1.0, max_grad_norm=1.0, num_steps=8, **arguments,
+    )  # fmt: skip
+    gain = engine.would_gain(DELTA)
+    assert gain.verdict == "no"
+    assert reason in str(gain)

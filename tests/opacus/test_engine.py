@@ -210,7 +210,7 @@ def test_without_a_loss_geometry_epsilon_is_that_of_composition(make_run):
     expected = dp_accounting.pld.PLDAccountant().compose(dp_accounting.GaussianDpEvent(1 / mu))
     assert run.engine.get_epsilon(DELTA) == pytest.approx(expected.get_epsilon(DELTA), rel=1e-3)
     assert run.engine.accountant.guarantee.mu == pytest.approx(mu)
-    assert "unknown (no loss geometry declared)" in run.engine.report(DELTA)
+    assert "update: criterion= without feature_norm=: every step counts" in run.engine.report(DELTA)
     lines = run.engine.report(DELTA).splitlines()
     assert {"public:", "  - batch size, hyper-parameters", "  - order of the batches"} <= {*lines}
 

@@ -7,6 +7,10 @@ import sys
 import pytest
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+NEEDS = {
+    "lightning_opacus.py": ["lightning"],
+    "transformers_trainer.py": ["transformers", "accelerate"],
+}
 
 
 @pytest.mark.slow
@@ -24,13 +28,20 @@ EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
             "X at item-level epsilon 2",
         ),
         ("dice_sgd_opacus.py", ["--epochs", "5", "--epsilon", "2"], "would claim epsilon"),
+        ("transformers_trainer.py", ["--epochs", "2"], "epoch 2: epsilon 3.4"),
+        ("frozen_transformer.py", [], "would it gain: yes"),
+        ("lora.py", [], "102 parameters trained, epsilon 3.000"),
+        ("gan.py", [], "of discriminator and generator"),
+        ("class_weights.py", [], "refused: Expected no class weights in a mean"),
+        ("language_model.py", [], "epsilon 5.378 of a text"),
+        ("federated_rounds.py", [], "after round 4: epsilon 1.132 of the first hospital"),
         ("resume_opacus.py", ["--epochs", "2", "--stop-after", "13"], "resumed: 20 steps"),
     ],
 )
 def test_example(name, arguments, promised, monkeypatch, capsys):
     pytest.importorskip("sklearn")
-    if name == "lightning_opacus.py":
-        pytest.importorskip("lightning", reason="Lightning is not among what this package installs")
+    for package in NEEDS.get(name, ()):
+        pytest.importorskip(package, reason=f"{package} is not among what this package installs")
     monkeypatch.setattr(sys, "argv", [name, *arguments])
     runpy.run_path(str(EXAMPLES / name), run_name="__main__")
     printed = capsys.readouterr().out

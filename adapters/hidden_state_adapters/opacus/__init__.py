@@ -31,6 +31,7 @@ from hidden_state_adapters.opacus.dice import (
     DiceSGDOptimizer,
 )
 from hidden_state_adapters.opacus.engine import HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.epsilon_log import log_epsilon
 from hidden_state_adapters.opacus.fit_head import fit_head
 from hidden_state_adapters.opacus.losses import (
     EnvelopeBCEWithLogitsLoss,
@@ -65,5 +66,6 @@ __all__ = [
     "HiddenStatePrivacyEngine",
     "ParameterBallsProjection",
     "fit_head",
+    "log_epsilon",
     "recommended_criterion",
 ]

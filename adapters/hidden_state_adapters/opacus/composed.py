@@ -28,6 +28,12 @@ from hidden_state_adapters.opacus.settings import (
 _NOT_NEEDED = "every step counts, whatever the update does"
 
 
+_HALF = (
+    "criterion= without feature_norm=: every step counts (for one linear head pass both, and its "
+    "last iterate alone counts)"
+)
+
+
 class ComposedOptimizer(ClippedSum):
     """Any optimizer of torch along noisy gradients, on the batches of a plan.
 
@@ -120,9 +126,9 @@ class ComposedOptimizer(ClippedSum):
 
     @property
     def why_composition(self) -> str:
-        """That no bound on hidden iterates knows the update; "" for plain SGD."""
+        """That no bound on hidden iterates knows the update or the loss; "" if nothing was said."""
         if self.update_rule == SGD.__name__:
-            return ""
+            return "" if self.declared.arguments.criterion is None else _HALF
         return (
             f"no hidden-state bound for {self.update_rule}: every step counts; epsilon is that of "
             "composition"

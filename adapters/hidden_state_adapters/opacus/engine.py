@@ -557,6 +557,40 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         _ = self.accountant.guarantee  # checks the iterate
         return hsa.compare(events, delta, self.accountant.neighboring_relation)
 
+    def would_gain(self, delta: float = 1e-5, *, epochs: int | None = None) -> hsa.Gain:
+        """Whether hiding the iterates of the current run gains anything, before it is trained.
+
+        Args:
+            delta: Where epsilon is read, in (0, 1).
+            epochs: Length of the run; None for the steps that `make_private` was told (`num_steps`,
+                `schedule`), or else those that were taken.
+
+        Returns:
+            The epsilons of all iterates and of the last one, the noise at equal epsilon, and the
+            change that helps most; `print` it.
+
+        Raises:
+            TypeError: The run has a mechanism of which every step counts.
+            UnsupportedRunError: There is no run.
+            ValueError: Its length is not known.
+        """
+        run = self._current()
+        declared, optimizer = run.declared, run.optimizer
+        steps = epochs and epochs * declared.plan.num_batches
+        steps = steps or declared.schedule.num_steps
+        if steps:
+            event = declared.mechanism.event(declared, float(optimizer.noise_multiplier), steps)
+        elif run.num_steps:
+            event = run.record.event()
+        else:
+            raise ValueError(
+                "Expected epochs, got None: before the first step nothing says how long the run "
+                "is. Pass it here, or num_steps to make_private."
+            )
+        gain = hsa.would_gain(event, delta, self.accountant.neighboring_relation)
+        why = optimizer.why_composition
+        return attrs.evolve(gain, reason=why) if why else gain
+
     # What was released or looked at, and what other processes are told of it
 
     def _tell(self, kind: str, text: str) -> None:

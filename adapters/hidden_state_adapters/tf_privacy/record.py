@@ -17,11 +17,13 @@ from hidden_state_accountants import (
     Assumption,
     BatchOrder,
     Comparison,
+    Gain,
     Guarantee,
     RunRecorder,
     UnsupportedRunError,
     compare,
     validate,
+    would_gain,
 )
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.advice import report_lines
@@ -77,6 +79,10 @@ _GOES_ON = (
 )
 _PRIVATE_STATES = "states of the run, and the weights saved with them, are seen by nobody else"
 _DISCARDED = "nothing that was computed after step {}, where the run went on again, was ever seen"
+_NO_LOSS = (
+    "Every step counts, because no loss_geometry is declared. Where one Dense layer is trained, at "
+    'the end of the model, loss_geometry="auto" with feature_norm= reads it off.'
+)
 INTERRUPTED = (
     "fit was interrupted (by an error, or by hand when the model was good?), so the number of "
     "steps may depend on the data. Fix it in advance, and start again."
@@ -128,9 +134,9 @@ def check_layers(model: Any) -> None:
     if model.losses:
         raise refusal(
             "Expected no regularisation losses (kernel_regularizer, add_loss), got "
-            f"{len(model.losses)}: inside the clip a penalty is no decoupled decay. Drop them, or "
-            "use the weight_decay of CyclicDPKerasSGDOptimizer or the prox of "
-            "BlockCoordinateKerasOptimizer."
+            f"{len(model.losses)}: inside the clip a penalty is no decoupled decay. Drop them, and "
+            "give the optimizer the decay, SGD(weight_decay=); that of Keras' L2(a) is 2 a. For L1 "
+            "take prox= of the private model."
         )
     if keras_api.IS_KERAS_3:  # whose own variables know of constraints, and TensorFlow's do not
         check_constraints(model.trainable_variables)
@@ -685,6 +691,8 @@ def _advice(events: Sequence[DpEvent], guarantee: Guarantee, delta: float) -> li
     if len(events) > 1 or not guarantee.theorem.startswith("composition"):
         return []
     unused = [f"Not used: {name}: {reason}." for name, reason in guarantee.alternatives[:1]]
+    if getattr(events[0], "loss", ...) is None:
+        unused = [_NO_LOSS]
     helps = report_lines(events[0], guarantee.neighboring_relation, delta, "l2_norm_clip")
     return [textwrap.fill(line[:1].upper() + line[1:], 80) for line in [*unused, *helps]]
 
@@ -775,6 +783,28 @@ class Figures:
         self.get_epsilon(delta)  # checks the iterate
         relation = self.guarantee.neighboring_relation
         return compare(list(self.privacy_events), delta, relation)
+
+    def would_gain(self, delta: float = 1e-5, *, epochs: int | None = None) -> Gain:
+        """Whether hiding the iterates gains anything; one epoch is enough to ask for all.
+
+        Args:
+            delta: Where epsilon is read, in (0, 1).
+            epochs: Length of the run, if its settings stay what they were; None for the steps that
+                were taken.
+
+        Returns:
+            The epsilons of all iterates and of the last one, the noise at equal epsilon, and the
+            change that helps most; `print` it.
+
+        Raises:
+            TypeError: The run is one of which every step counts.
+            ValueError, UnsupportedRunError: As `privacy_event`; or settings change, which says
+                nothing of other epochs.
+        """
+        event = self.privacy_event
+        if epochs is not None:
+            event = attrs.evolve(event, num_steps=epochs * event.batches_per_epoch)
+        return would_gain(event, delta, self._recorded().guarantee().neighboring_relation)
 
     def release(self) -> None:
         """Marks the current model as released; call it for every model that anybody sees.

@@ -25,6 +25,10 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 
 AUTO = "auto"
 _LARGEST = 1e30
+_NO_CLIP = (
+    "No clip acts from the longest gradient on, hidden_state_accountants.LossGeometry."
+    "softmax_cross_entropy(feature_norm).lipschitz or that of another loss."
+)
 
 
 def _given(check: Callable[..., Any], *names: str, default: Any = None, **limits: Any) -> Any:
@@ -176,7 +180,7 @@ class Settings:
         UnsupportedRunError: Two do not go together.
     """
 
-    l2_norm_clip: float | None = _given(validate.real, "l2_norm_clip", above=0)
+    l2_norm_clip: float | None = _given(validate.real, "l2_norm_clip", above=0, remedy=_NO_CLIP)
     noise_multiplier: float | None = _given(validate.magnitude, "noise_multiplier")
     num_microbatches: int | None = _given(validate.integer, "num_microbatches", minimum=1)
     num_steps: int | None = _given(validate.integer, "num_steps", minimum=1)
