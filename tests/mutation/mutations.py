@@ -393,8 +393,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "released = (self.statistics, self.run.event, self.correction)",
             ),
             "the_steps_spend_what_a_covariance_did": (
-                "spent=_together(statistics, covariance, of_temperature)",
-                "spent=_together(statistics, of_temperature)",
+                "spent=_together(statistics, covariance, correction)",
+                "spent=_together(statistics, correction)",
             ),
         },
         "sklearn/test_steps.py": {
