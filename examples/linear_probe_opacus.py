@@ -1,27 +1,23 @@
-"""A private softmax classifier on handwritten digits, trained by Opacus.
+"""A private softmax classifier of handwritten digits: stock Opacus beside this package.
 
-Trains on Opacus' own Poisson batches and on fixed batches in a fixed order, and prints for each run
-the epsilon of the released model (the last iterate) beside the one that pays for every iterate.
+Both engines train to the same epsilon, on the same records, with the same optimizer. Stock Opacus pays
+for every iterate, this package for the model that is released, and so adds less noise.
 
-    python examples/linear_probe_opacus.py [--epochs 200] [--noise-multiplier 6.0] ...
+    python examples/linear_probe_opacus.py [--epsilon 1] [--epochs 60] ...
 """
 
 import argparse
 import logging
-import math
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import torch
-from dp_accounting import NeighboringRelation
-from opacus.accountants import create_accountant
+from opacus import PrivacyEngine
 from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
 
@@ -56,14 +52,12 @@ def make_training(data, options):
     return model, optimizer, loader
 
 
-def train(model, optimizer, loader, criterion, epochs, name):
-    for epoch in range(1, epochs + 1):
+def train(model, optimizer, loader, criterion, epochs):
+    for _ in range(epochs):
         for features, targets in loader:
             optimizer.zero_grad()
             criterion(model(features), targets).backward()
             optimizer.step()
-        if epoch % 50 == 0 or epoch == epochs:
-            print(f"  {name}: epoch {epoch} of {epochs}", flush=True)
 
 
 @torch.no_grad()
@@ -80,31 +74,14 @@ def print_table(rows):
             print("|-" + "-|-".join("-" * width for width in widths) + "-|")
 
 
-def train_privately(data, criterion, options, batch_order):
-    engine = HiddenStatePrivacyEngine()
-    model, optimizer, loader = make_training(data, options)
-    model, optimizer, loader = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        noise_multiplier=options.noise_multiplier,
-        max_grad_norm=CLIP_NORM,
-        batch_order=batch_order,
-        criterion=criterion,
-        feature_norm=1.0,
-    )
-    train(model, optimizer, loader, criterion, options.epochs, f"private, {batch_order}")
-    return SimpleNamespace(engine=engine, model=model)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--noise-multiplier", type=float, default=6.0)
-    parser.add_argument("--learning-rate", type=float, default=0.5)
-    parser.add_argument("--weight-decay", type=float, default=0.005)
-    parser.add_argument("--batch-size", type=int, default=150, help="must divide 1500")
-    parser.add_argument("--epochs", type=int, default=200)
+    parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--delta", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=2.0)
+    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--batch-size", type=int, default=150, help="must divide 1500")
+    parser.add_argument("--epochs", type=int, default=60)
     options = parser.parse_args()
     logging.basicConfig(format="  %(message)s")
     # Known and harmless here: Opacus' hint at secure_mode, its backward hook on a first layer, and
@@ -114,41 +91,44 @@ def main():
 
     data, test = load_data()
     criterion = nn.CrossEntropyLoss()
+    known = {"criterion": criterion, "feature_norm": 1.0}
+    reports = []
+
+    def trained(name, engine, **arguments):
+        """Trains to the target, and returns a row of the table."""
+        model, optimizer, loader = make_training(data, options)
+        if engine is not None:
+            arguments = {
+                "target_epsilon": options.epsilon,
+                "target_delta": options.delta,
+                "epochs": options.epochs,
+                "max_grad_norm": CLIP_NORM,
+                **arguments,
+            }
+            wrapped, optimizer, loader = engine.make_private_with_epsilon(
+                module=model, optimizer=optimizer, data_loader=loader, **arguments
+            )
+        print(f"  {name}: {options.epochs} epochs", flush=True)
+        train(model if engine is None else wrapped, optimizer, loader, criterion, options.epochs)
+        epsilon = "inf" if engine is None else fixed_up(engine.get_epsilon(options.delta), 3)
+        if isinstance(engine, HiddenStatePrivacyEngine):
+            reports.append(engine.report(options.delta))
+        noise = "0" if engine is None else f"{optimizer.noise_multiplier:.2f}"
+        return (name, epsilon, noise, f"{accuracy(model, test):.3f}")
 
     print(f"Training on {len(data)} digits, testing on {len(test[1])}")
-    model, optimizer, loader = make_training(data, options)
-    train(model, optimizer, loader, criterion, options.epochs, "without privacy")
-    public_accuracy = accuracy(model, test)
-
-    poisson = train_privately(data, criterion, options, "poisson")
-    cyclic = train_privately(data, criterion, options, "cyclic")
-
-    event, delta = cyclic.engine.privacy_event, options.delta
-    prv = create_accountant("prv")
-    prv.history = [(options.noise_multiplier, options.batch_size / len(data), event.num_steps)]
-    # The composed event has the relation folded into its noise: read it under add-or-remove.
-    composed = hsa.LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE).compose(
-        event.as_composition(NeighboringRelation.REPLACE_SPECIAL)
-    )
-
-    def row(batches, stock, epsilon, run):
-        figures = (fixed_up(epsilon, 2), fixed_up(run.engine.get_epsilon(delta), 2))
-        return (batches, stock, *figures, f"{accuracy(run.model, test):.3f}")
-
+    rows = [
+        ("run", "epsilon", "noise multiplier", "test accuracy"),
+        trained("stock Opacus, Poisson batches", PrivacyEngine()),
+        trained("ours, Poisson batches", HiddenStatePrivacyEngine(), **known),
+        trained("ours, shuffled once", HiddenStatePrivacyEngine(), batch_order="shuffled_once", **known),
+        trained("ours, balls in bins", HiddenStatePrivacyEngine(), batch_order="balls_in_bins", **known),
+        trained("without privacy", None),
+    ]  # fmt: skip
     print()
-    print_table(
-        [
-            (f"epsilon at delta {delta:g}", "stock accountant", "every iterate", "the model (ours)",
-             "test accuracy"),
-            row("Poisson batches", "Opacus PRV", prv.get_epsilon(delta), poisson),
-            row("fixed batches in a fixed order", "exact composition",
-                composed.get_epsilon(delta), cyclic),
-            ("without privacy", "-", f"{math.inf}", f"{math.inf}", f"{public_accuracy:.3f}"),
-        ]
-    )  # fmt: skip
-    for run in (poisson, cyclic):
-        print()
-        print(run.engine.report(delta))
+    print_table(rows)
+    print("\nStock Opacus counts every iterate as published; ours, that only the last one is.")
+    print(f"\n{reports[1]}")
 
 
 if __name__ == "__main__":
