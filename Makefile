@@ -54,7 +54,7 @@ endef
 .NOTPARALLEL:
 
 help:
-	@echo "make demo         train a private model with Opacus and print its hidden-state epsilon"
+	@echo "make demo         train with Opacus, every iterate counted or the last one: epsilon and accuracy"
 	@echo "make test         everything that CI runs: lint, then every behaviour once"
 	@echo "make test-all     every case: whole products, all seeds; then rehearsal, test-numpy2 and test-keras3 (nightly)"
 	@echo "make test-fast    the core, the theorems, and what loops may do with the engine of Opacus; 90 seconds"

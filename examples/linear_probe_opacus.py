@@ -1,9 +1,10 @@
-"""A private softmax classifier of handwritten digits: stock Opacus beside this package.
+"""A private softmax classifier of handwritten digits: every iterate counted, or the last one.
 
-Both engines train to the same epsilon, on the same records, with the same optimizer. Stock Opacus pays
-for every iterate, this package for the model that is released, and so adds less noise.
+All runs have the same epsilon, records, optimizer and number of epochs. Who pays for every iterate
+needs more noise than who pays for the model that is released. With Poisson batches the difference
+is small. With an ordinary shuffled loader it decides whether the model is of any use.
 
-    python examples/linear_probe_opacus.py [--epsilon 1] [--epochs 60] ...
+    python examples/linear_probe_opacus.py [--epsilon 1] [--epochs 20] ...
 """
 
 import argparse
@@ -78,10 +79,10 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epsilon", type=float, default=1.0)
     parser.add_argument("--delta", type=float, default=1e-5)
-    parser.add_argument("--learning-rate", type=float, default=2.0)
-    parser.add_argument("--weight-decay", type=float, default=0.01)
+    parser.add_argument("--learning-rate", type=float, default=1.0)
+    parser.add_argument("--weight-decay", type=float, default=0.005)
     parser.add_argument("--batch-size", type=int, default=150, help="must divide 1500")
-    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--epochs", type=int, default=20)
     options = parser.parse_args()
     logging.basicConfig(format="  %(message)s")
     # Known and harmless here: Opacus' hint at secure_mode, its backward hook on a first layer, and
@@ -117,17 +118,17 @@ def main():
         return (name, epsilon, noise, f"{accuracy(model, test):.3f}")
 
     print(f"Training on {len(data)} digits, testing on {len(test[1])}")
+    ours, shuffled = HiddenStatePrivacyEngine, {"batch_order": "shuffled_once"}
     rows = [
         ("run", "epsilon", "noise multiplier", "test accuracy"),
-        trained("stock Opacus, Poisson batches", PrivacyEngine()),
-        trained("ours, Poisson batches", HiddenStatePrivacyEngine(), **known),
-        trained("ours, shuffled once", HiddenStatePrivacyEngine(), batch_order="shuffled_once", **known),
-        trained("ours, balls in bins", HiddenStatePrivacyEngine(), batch_order="balls_in_bins", **known),
+        trained("shuffled batches, every iterate counts", ours(), **shuffled),
+        trained("shuffled batches, the last iterate counts", ours(), **shuffled, **known),
+        trained("Poisson batches, every iterate counts (stock Opacus)", PrivacyEngine()),
+        trained("Poisson batches, the last iterate counts", ours(), **known),
         trained("without privacy", None),
-    ]  # fmt: skip
+    ]
     print()
     print_table(rows)
-    print("\nStock Opacus counts every iterate as published; ours, that only the last one is.")
     print(f"\n{reports[1]}")
 
 
