@@ -61,6 +61,13 @@ def nudged_between_two_fits(run):
     run.fit()
 
 
+def nudged_after_a_part_of_an_epoch(run):
+    run.fit(steps_per_epoch=2)
+    assert run.callback.privacy_event.num_steps == 2
+    nudge(run)
+    run.callback.get_epsilon(1e-5)
+
+
 def trained_on_one_batch_between_two_fits(run):
     run.fit()
     run.model.train_on_batch(run.x[:4], run.y[:4])
@@ -127,6 +134,7 @@ CASES = [
     (11, nudged_after_an_epoch, "changed outside the private optimizer"),
     (11, nudged_before_an_epoch, "changed outside the private optimizer"),
     (11, nudged_between_two_fits, "changed outside the private optimizer"),
+    (11, nudged_after_a_part_of_an_epoch, "changed outside the private optimizer"),
     (1, trained_on_one_batch_between_two_fits, "took 7 steps, but 6 are recorded"),
     (1, trained_in_a_loop_between_two_fits, "took 7 steps, but 6 are recorded"),
     (1, several_steps_in_one_execution, "has taken 3 steps, expected 1"),

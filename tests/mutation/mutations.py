@@ -481,6 +481,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "            pass\n",
             ),
             "what_an_epoch_left_is_not_kept": ("self._record.optimizer.iterate.look()", "pass"),
+            "what_a_part_of_an_epoch_left_is_not_kept": (
+                'if self._record.next_batch == 0 or batch + 1 == self.params.get("steps"):',
+                "if self._record.next_batch == 0:",
+            ),
         },
     },
     "../adapters/hidden_state_adapters/tf_privacy/dice.py": {

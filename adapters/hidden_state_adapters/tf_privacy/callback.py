@@ -235,7 +235,7 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         """Records the step, and keeps a copy of what the last one of an epoch leaves."""
         assert self._record is not None
         self._record.add(batch)
-        if self._record.next_batch == 0:
+        if self._record.next_batch == 0 or batch + 1 == self.params.get("steps"):
             self._record.optimizer.iterate.look()
         if self.releases[1]:
             self._record.release()
