@@ -490,8 +490,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "../adapters/hidden_state_adapters/tf_privacy/dice.py": {
         "keras/test_model_dice.py::test_the_steps_are_those_of_the_paper_and_of_opacus": {
             "dice_feeds_the_whole_error_back": (
-                "            self.error_clip,\n            divisor",
-                "            1e9,\n            divisor",
+                "clip_factor(norm, self._clip, errors[0].dtype,",
+                "clip_factor(norm, 1e9, errors[0].dtype,",
             ),
         },
         "keras/test_model_attacks.py::test_what_dice_sgd_feeds_back": {

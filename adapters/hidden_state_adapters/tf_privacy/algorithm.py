@@ -1,4 +1,4 @@
-"""What a model is compiled with, and what makes and tells the private steps of a run of it.
+"""Rules that a model is compiled with, and the private steps of a run of it.
 
 An `UpdateRule` says which algorithm it is: DP-SGD along an optimizer of Keras here, DiceSGD and
 DP-MBCD in modules of their own. `Algorithm` makes its steps; what run they make, and what has to be
@@ -61,11 +61,11 @@ class StepsAhead:
     releases_steps: bool
 
     def add_to(self, run: Run, step: Callable[[int], Step]) -> Run:
-        """The run, with the steps that it lacks.
+        """Returns the run with the steps that it lacks.
 
         Args:
-            run: Its steps so far.
-            step: That of every number, from 0 on, of the whole run.
+            run: Run with its steps so far.
+            step: Function that gives the step of every number, from 0 on, of the whole run.
         """
         for number in range(run.num_steps, self.steps + 1):
             if self.releases_steps or (self.releases_epochs and number % self.period == 0):
@@ -267,7 +267,7 @@ class Algorithm:
 
     @property
     def last_step(self) -> StepEntry:
-        """What the last step did, and how many there were."""
+        """Last step, and number of steps so far."""
         entry: StepEntry = self.iterate.last
         return entry
 
@@ -546,11 +546,11 @@ def as_meant(rate: float) -> float:
 
 
 def declared_rates(given: Any, recorded: float | Schedule) -> list[str]:
-    """What is the user's word about learning rates, unless they are a number or Keras' schedule.
+    """Returns what is declared about learning rates that are no number and no schedule of Keras.
 
     Args:
-        given: To the optimizer: a number, a schedule, or a function.
-        recorded: Of the steps.
+        given: Learning rate of the optimizer: a number, a schedule, or a function.
+        recorded: Learning rates of the steps.
     """
     if _is_schedule(given):
         if keras_api.is_of_keras(given):
@@ -584,7 +584,7 @@ def _refuse_tensor_float_32() -> None:
 
 
 def plain_rule(rule: UpdateRule, model: Any) -> dict[str, Any]:
-    """What a file tells of a rule, beside its optimizer; empty for that of the optimizer alone."""
+    """Returns what a file tells of a rule; empty for that of the optimizer alone."""
     if type(rule) is UpdateRule:
         return {}
     kind, config = type(rule), rule.with_places(model).get_config()
@@ -596,7 +596,7 @@ def plain_rule(rule: UpdateRule, model: Any) -> dict[str, Any]:
 
 
 def rule_of(plain: Mapping[str, Any], optimizer: Any) -> Any:
-    """What a model was compiled with: the rule that `plain_rule` wrote down, or the optimizer.
+    """Returns the rule that `plain_rule` wrote down, or the optimizer.
 
     Raises:
         UnsupportedRunError: The rule is a class of somebody else that Keras does not know.
@@ -619,7 +619,7 @@ def rule_of(plain: Mapping[str, Any], optimizer: Any) -> Any:
 
 
 def rule_and_settings(optimizer: Any, given: Settings) -> tuple[UpdateRule, Settings]:
-    """What a model that is compiled with an optimizer trains by.
+    """Returns rule and settings of a model that is compiled with an optimizer.
 
     Args:
         optimizer: An `UpdateRule`, an optimizer of Keras or its name, or one with noise of

@@ -32,15 +32,15 @@ _SHORTEST = 1e-30
 
 
 def clip_factor(norm: tf.Tensor, bound: float, dtype: Any, *, automatic: bool) -> tf.Tensor:
-    r"""What a vector of length `norm` is multiplied with, in float64.
+    r"""Returns what a vector is multiplied with, in float64.
 
     .. math:: \min(1, C/|v|), \qquad \text{automatic: } C/|v|, \text{ and 0 at 0}
 
     Args:
-        norm: float64.
-        bound: C.
-        dtype: Of the vector. An automatic clip takes a vector for 0 whose coordinates may have lost
-            their precision. The result is never longer than C.
+        norm: Length of the vector, float64.
+        bound: Clip norm C.
+        dtype: Precision of the vector. An automatic clip takes a vector for 0 whose coordinates may
+            have lost theirs. The result is never longer than C.
         automatic: Whether to normalise.
     """
     # ZBWH24, Section 2.1 and Appendix C.4, arXiv 2311.14632
@@ -52,34 +52,12 @@ def clip_factor(norm: tf.Tensor, bound: float, dtype: Any, *, automatic: bool) -
     return tf.where(norm >= shortest, length / norm, tf.zeros_like(norm))
 
 
-def fed_back(
-    errors: Sequence[Any],
-    rests: Sequence[Any],
-    bound: float,
-    *,
-    divisor: tf.Tensor,
-    automatic: bool,
-) -> tuple[tf.Tensor, list[Any], list[Any]]:
-    """The norm of the error e, clip(e), and the next error.
-
-    Args:
-        errors: e.
-        rests: The sums over the batch of what the clip cut off of each gradient.
-        bound: C_2.
-        divisor: B, float64.
-        automatic: Whether to normalise.
-    """
-    norm = joint_norm(errors)
-    factor = clip_factor(norm, bound, errors[0].dtype, automatic=automatic)
-    # ZBWH24, Algorithm 2, line 7, arXiv 2311.14632:
-    # e <- [e - clip(e, C2)] + (1/B) sum_i [g_i - clip(g_i, C1)]
-    kept, added = scaled(errors, 1 - factor), scaled(rests, 1 / divisor)
-    return norm, scaled(errors, factor), [k + a for k, a in zip(kept, added, strict=True)]
-
-
-def scaled(parts: Sequence[Any], factor: tf.Tensor) -> list[Any]:
-    """All parts times a float64 factor, each in its precision."""
+def _scaled(parts: Sequence[Any], factor: tf.Tensor) -> list[Any]:
     return [tf.cast(factor, part.dtype) * part for part in parts]
+
+
+def _added(parts: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+    return [a + b for a, b in zip(parts, others, strict=True)]
 
 
 class DiceRule(PlainSGD):
@@ -88,29 +66,20 @@ class DiceRule(PlainSGD):
     The error is data of the examples without noise: TensorFlow variables in a plain object, which
     Keras and tf.train.Checkpoint do not find, so that they are in no file.
 
-    Attributes:
-        error_clip: C_2.
-        automatic: Whether both clips normalise.
-
     Args:
-        inner: Moves the variables.
-        variables: Those that are trained.
-        error_clip: C_2.
-        automatic: Likewise.
+        inner: Rule that moves the variables.
+        variables: Variables that are trained.
+        error_clip: Clip norm C_2 of the error.
+        automatic: Whether both clips normalise.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
     """
 
     def __init__(
-        self,
-        inner: PlainSGD,
-        variables: Sequence[Any],
-        *,
-        error_clip: float,
-        automatic: bool,
+        self, inner: PlainSGD, variables: Sequence[Any], *, error_clip: float, automatic: bool
     ):
-        super().__init__(decay=inner.decay)
-        self._inner, self.error_clip, self.automatic = inner, error_clip, automatic
+        super().__init__()
+        self._inner, self._clip, self._automatic = inner, error_clip, automatic
         with tf.init_scope():
             self._errors = [
                 tf.Variable(tf.zeros(v.shape, v.dtype.base_dtype), trainable=False)
@@ -127,31 +96,29 @@ class DiceRule(PlainSGD):
         )
 
     def factors(self, norms: tf.Tensor, clip: float, dtype: Any) -> list[tf.Tensor]:
-        """Of the clipped gradients, and of what the clip cuts off."""
-        factors = clip_factor(norms, clip, dtype, automatic=self.automatic)
+        """Returns the factors of the clipped gradients, and of what the clip cuts off."""
+        factors = clip_factor(norms, clip, dtype, automatic=self._automatic)
         # Not the difference of two sums: what is not clipped leaves exactly nothing.
         return [factors, 1 - factors]
 
     def direction(self, noisy: list[Any], rests: Sequence[Any], divisor: Any) -> tuple[Any, Any]:
-        """The noisy mean and the clipped error; the norm of the error, and the next one."""
-        norm, fed, errors = fed_back(
-            [error.read_value() for error in self._errors],
-            rests[0],
-            self.error_clip,
-            divisor=divisor,
-            automatic=self.automatic,
-        )
-        # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
-        return [n + f for n, f in zip(noisy, fed, strict=True)], (norm, errors)
+        """Returns the noisy mean and the clipped error; the error's norm, and the next error."""
+        errors = [error.read_value() for error in self._errors]
+        norm = joint_norm(errors)
+        factor = clip_factor(norm, self._clip, errors[0].dtype, automatic=self._automatic)
+        # ZBWH24, Algorithm 2, lines 5 to 7, arXiv 2311.14632:
+        # e <- [e - clip(e, C2)] + (1/B) sum_i [g_i - clip(g_i, C1)]
+        left, added = _scaled(errors, 1 - factor), _scaled(rests[0], 1 / divisor)
+        return _added(noisy, _scaled(errors, factor)), (norm, _added(left, added))
 
     def is_finite(self, along: tuple[Any, Any]) -> tf.Tensor:
-        """Whether the error is."""
+        """Returns whether the error is finite."""
         return tf.math.is_finite(along[1][0])
 
     def move(
         self, variables: Sequence[Any], along: tuple[Any, Any], rate: Any, fine: tf.Tensor
     ) -> None:
-        """By the inner rule; the error moves as well."""
+        """Moves the variables by the inner rule, and the error."""
         self._inner.move(variables, along, rate, fine)
         for variable, error in zip(self._errors, along[1][1], strict=True):
             variable.assign(tf.where(fine, error, variable.read_value()))
@@ -159,7 +126,7 @@ class DiceRule(PlainSGD):
     # How it goes on elsewhere
 
     def private_state(self) -> dict[str, Any]:
-        """The error as plain types that restore it. Secret."""
+        """Returns the error as plain types that restore it. Secret."""
         values = [np.ascontiguousarray(error.numpy()) for error in self._errors]
         return {
             "error": [
@@ -173,14 +140,7 @@ class DiceRule(PlainSGD):
         }
 
     def resume(self, private: Mapping[str, Any]) -> None:
-        """Stands where another one stood.
-
-        Args:
-            private: What `private_state` returned there.
-
-        Raises:
-            ValueError: The error is of other variables, or damaged; nothing is changed.
-        """
+        """See `PlainSGD.resume`; nothing is changed if the error is of other variables."""
         errors = [_array(part) for part in private.get("error", ())]
         expected = [(tuple(v.shape), v.dtype.as_numpy_dtype) for v in self._errors]
         found = [(error.shape, error.dtype.type) for error in errors]
@@ -262,12 +222,12 @@ class DiceUpdate(UpdateRule):
     def of_optimizer(
         cls, optimizer: Any, *, expected_batch_size: int | None, **arguments: Any
     ) -> DiceUpdate:
-        """As of an optimizer with noise.
+        """Returns the rule of a drop-in optimizer.
 
         Args:
-            optimizer: Without noise.
-            expected_batch_size: That the run has to have; None for any.
-            **arguments: As for the class.
+            optimizer: Optimizer of Keras, without noise.
+            expected_batch_size: Divisor that the run has to have; None for any.
+            **arguments: Arguments of the class.
         """
         rule = cls(optimizer, **arguments)
         rule.divisor = expected_batch_size
@@ -291,7 +251,7 @@ class DiceUpdate(UpdateRule):
         return cls.of_optimizer(None, **given)
 
     def declared(self, settings: Settings) -> Declared:
-        """Of the loss, and the bound on its gradients."""
+        """Returns what is declared of the loss, and the bound on its gradients."""
         return attrs.evolve(settings.declared, gradient_bound=self.gradient_bound)
 
     def check(self, settings: Settings, update: Update, plan: BatchPlan | None) -> None:

@@ -65,7 +65,7 @@ def _without(neutral: Mapping[str, Any], options: dict[str, Any]) -> dict[str, A
 
 
 class NotedSteps:
-    """What an optimizer notes of steps in a loop of somebody else; stands in for an `Iterate`.
+    """Notes of the steps in a foreign loop; stands in for an `Iterate`.
 
     Args:
         step: Private step.
@@ -98,7 +98,7 @@ class NotedSteps:
         self._seen, self.values = self.last.steps, self._step.values()
 
     def is_left(self, variables: Sequence[Any]) -> bool:
-        """Whether variables are those of the steps, with their values where they were looked at."""
+        """Returns whether these are the variables, with their values if they were looked at."""
         if [id(v) for v in variables] != [id(v) for v in self._step.variables]:
             return False
         return self.last.steps != self._seen or bool(self._step.is_left(self.values))
@@ -152,7 +152,7 @@ class PrivateOptimizer(legacy.Optimizer):
 
     @property
     def last_step(self) -> StepEntry:
-        """What the last step did, and how many there were; without noise."""
+        """Last step, and number of steps so far; without noise."""
         return StepEntry() if self._steps is None else self._steps.last_step
 
     # The steps

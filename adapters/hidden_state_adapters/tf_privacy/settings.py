@@ -1,4 +1,4 @@
-"""What the user says of a run: its arguments, and what holds for all examples that could be."""
+"""Arguments of a run, checked, and what is declared of all examples that could be."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def _geometry(value: Any) -> Any:
 
 @attrs.frozen(kw_only=True)
 class Declared:
-    """What holds for ALL examples that could have been in the data; the run is checked against it.
+    """Declarations about ALL examples that could have been in the data; the run is compared.
 
     Attributes:
-        gradient_bound: Of the norm of every per-example gradient before clipping; inf if unknown.
-        loss_geometry: The per-example loss, whatever the optimizer; None if unknown, "auto" if it
-            is to be read off model and loss.
+        gradient_bound: Bound on the norm of every per-example gradient before clipping, or inf.
+        loss_geometry: Geometry of the per-example loss; None if unknown, "auto" if it is to be read
+            off model and loss.
         feature_norm: Bound on the L2 norm of every example at the one linear layer that is
             trained; needed for "auto", checked otherwise if it is given.
-        source: What `loss_geometry` was read off; "" if it is the user's word.
+        source: Origin of `loss_geometry` in words; "" if it is declared.
         largest_weight: Bound on the weight that the loss of an example may have; what is said of
             the loss is said of it without its weight.
     """
@@ -92,12 +92,12 @@ class Declared:
 
     @property
     def of_loss(self) -> LossGeometry | None:
-        """Of the loss without its weight, once it is known."""
+        """Geometry of the loss without its weight, once it is known."""
         return self.loss_geometry if isinstance(self.loss_geometry, LossGeometry) else None
 
     @property
     def geometry(self) -> LossGeometry | None:
-        """Of the loss times any weight from 0 to `largest_weight`.
+        """Geometry of the loss times any weight from 0 to `largest_weight`.
 
         Values, gradients and second derivatives are those times the weight. It may be 0, so that no
         strong convexity is left.
@@ -117,7 +117,7 @@ class Declared:
 
     @property
     def measured(self) -> list[Assumption]:
-        """What was measured for a geometry that is the user's word."""
+        """Assumption that was measured for a geometry that is declared."""
         if self.feature_norm is None or self.source:
             return []
         text = f"features of norm at most {self.feature_norm:g} at the linear layer, every example"
@@ -248,7 +248,7 @@ class Settings:
 
     @property
     def order(self) -> BatchOrder:
-        """Of the batches: what was said, or Poisson."""
+        """Order of the batches: the given one, or Poisson."""
         return self.batch_order or BatchOrder.POISSON
 
     def microbatch(self, batch_size: int) -> int:
@@ -276,7 +276,7 @@ class Settings:
         Where these say no order, batches are cyclic: so they are for such an optimizer elsewhere.
 
         Args:
-            optimizer: Its name.
+            optimizer: Name of the optimizer.
             told: Arguments by name; None says nothing.
 
         Raises:
@@ -296,7 +296,7 @@ class Settings:
 
     @property
     def declared(self) -> Declared:
-        """What is said of the loss."""
+        """Declarations about the loss."""
         return Declared(loss_geometry=self.loss_geometry, feature_norm=self.feature_norm)
 
     @property

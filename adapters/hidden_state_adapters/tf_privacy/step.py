@@ -171,26 +171,23 @@ class PrivateStep:
         return found[0], longest, same
 
     def is_fine(self, longest: tf.Tensor) -> tf.Tensor:
-        """Whether no gradient is longer than the bound, and all are finite."""
+        """Returns whether no gradient is longer than the bound, and all are finite."""
         limit = min(self.norm_bound * (1 + SLACK), float(np.finfo(float).max))
         return longest <= tf.constant(limit, tf.float64)
 
-    def sums(
-        self, found: ExampleGradients, rows: tf.Tensor | None
-    ) -> tuple[list[list[Any]], tf.Tensor]:
-        """The sums that the rule wants, and the longest gradient, infinite if one is not finite.
+    def sums(self, found: ExampleGradients, rows: tf.Tensor) -> tuple[list[list[Any]], tf.Tensor]:
+        """Returns the sums that the rule wants, and the longest gradient, inf if not finite.
 
         Args:
             found: Gradients of the batch.
-            rows: Number of examples, which are the first rows; None for all.
+            rows: Number of examples, which are the first rows.
         """
-        norms, nothing = found.norms, tf.zeros_like(found.norms)
-        is_example = None if rows is None else tf.range(tf.size(norms, tf.int64)) < rows
+        is_example = tf.range(tf.size(found.norms, tf.int64)) < rows
 
         def of_examples(values: tf.Tensor) -> tf.Tensor:
-            return values if is_example is None else tf.where(is_example, values, nothing)
+            return tf.where(is_example, values, tf.zeros_like(values))
 
-        norms = of_examples(norms)
+        norms = of_examples(found.norms)
         lengths = tf.where(tf.math.is_finite(norms), norms, _INFINITE)
         largest = tf.maximum(tf.reduce_max(lengths), tf.zeros([], tf.float64))  # of no rows, too
         factors = self.rule.factors(norms, self.clip, self._dtype)
@@ -204,7 +201,7 @@ class PrivateStep:
         return [s + n for s, n in zip(sums, noise, strict=True)]
 
     def direction(self, sums: Sequence[Any], rows: tf.Tensor) -> tuple[list[Any], Any]:
-        """What the rule moves along, and what it keeps."""
+        """Returns what the rule moves along, and what it keeps."""
         divisor = tf.cast(rows if self.divisor is None else self.divisor, tf.float64)
         means = [part / tf.cast(divisor, part.dtype) for part in self._with_noise(sums[0])]
         return self.rule.direction(means, sums[1:], divisor)
@@ -216,10 +213,10 @@ class PrivateStep:
         return [v.read_value() for v in copies([*self.variables, *self._kept])]
 
     def is_left(self, left: Sequence[Any], variables: Sequence[Any] | None = None) -> tf.Tensor:
-        """Whether variables have the values that a step left.
+        """Returns whether variables have the values that a step left.
 
         Args:
-            left: What `values` gave then.
+            left: Values of `values` then.
             variables: Variables that are trained now; None for those of before.
         """
         now = copies([*(self.variables if variables is None else variables), *self._kept])
@@ -263,7 +260,7 @@ class Iterate:
         self.values = self._step.values()
 
     def is_left(self, variables: Sequence[Any]) -> bool:
-        """Whether variables, and what the rule keeps, are as the last step left them."""
+        """Returns whether variables, and what the rule keeps, are as the last step left them."""
         return bool(self._step.is_left(self.values, variables))
 
     def lost(self) -> None:
@@ -377,7 +374,7 @@ class AnyOptimizer(PlainSGD):
     def move(
         self, variables: Sequence[Any], along: tuple[Any, Any], rate: Any, fine: tf.Tensor
     ) -> None:
-        """As for `PlainSGD`."""
+        """See `PlainSGD.move`."""
 
         def update() -> tf.Tensor:
             self._apply(along[0], variables)
@@ -392,8 +389,8 @@ def project(variables: Sequence[Any], radius: float, is_fine: tf.Tensor) -> None
     The radius is lowered by two units of rounding, so that the result lies inside the ball.
 
     Args:
-        variables: What is projected, in place.
-        radius: Of the ball.
+        variables: Variables that are projected together, in place.
+        radius: Radius of the ball.
         is_fine: Whether the step is taken.
     """
     eps = max(float(np.finfo(v.dtype.as_numpy_dtype).eps) for v in variables)
@@ -458,15 +455,15 @@ def refuse_noise(optimizer: Any) -> None:
 
 
 class Update:
-    """What an optimizer of Keras makes of noisy gradients.
+    """Update of an optimizer of Keras along noisy gradients.
 
     Plain SGD is done here, by the rule of the event; all else is Keras'. An optimizer with noise of
     this package says in `plain_update` how Keras moves along gradients that have it, and in
     `is_private_sgd` whether that is SGD.
 
     Args:
-        optimizer: The compiled one.
-        variables: Those that are trained.
+        optimizer: Compiled optimizer.
+        variables: Variables that are trained.
 
     Raises:
         UnsupportedRunError: It scales losses.
@@ -548,7 +545,7 @@ class Update:
                 )
 
     def rule(self, prox: Regulariser | None = None, radius: float | None = None) -> PlainSGD:
-        """What a step makes of noisy gradients; proximal map and projection need plain SGD."""
+        """Returns the rule of a step; proximal map and projection need plain SGD."""
         if not self.is_plain_sgd:
             apply = functools.partial(keras_api.apply_gradients, self.optimizer)
             return AnyOptimizer(getattr(self.optimizer, "plain_update", apply))
