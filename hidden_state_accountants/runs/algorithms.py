@@ -113,11 +113,9 @@ class Algorithm(abc.ABC):
 
 @attrs.frozen(kw_only=True)
 class NoisySGD(Algorithm):
-    r"""SGD with decoupled decay, a proximal map and a projection, of which the last is released.
+    """SGD with decay, proximal map and projection, of which the last iterate is released.
 
-    .. math:: x \leftarrow \Pi_R\,\mathrm{prox}_{\eta h}((1 - \eta w) x - \eta \tilde g)
-
-    with the noisy mean :math:`\tilde g`. Any other rule along it is accounted by composition.
+    Any other rule along the noisy mean is accounted by composition.
 
     Attributes:
         loss: What is known of the loss of a record, before its clip; None if nothing is.
@@ -197,13 +195,7 @@ class NoisySGD(Algorithm):
 
 @attrs.frozen(kw_only=True)
 class DiceSGD(Algorithm):
-    r"""DiceSGD: what the clip cuts off is kept, unseen, and fed back clipped again.
-
-    .. math::
-        v = \frac1B \sum_i \mathrm{clip}(g_i, C_1) + \mathrm{clip}(e, C_2), \quad
-        e \leftarrow e + \frac1B \sum_i g_i - v
-
-    and any rule moves along v with noise.
+    """DiceSGD, with any rule along the noisy updates; all iterates are released.
 
     Attributes:
         error_clip_norm: Clip norm C_2 of the error, in units of the mean update.
@@ -265,12 +257,7 @@ class DiceSGD(Algorithm):
 
 @attrs.frozen(kw_only=True)
 class BlockCoordinate(Algorithm):
-    r"""DP-MBCD: blocks of variables are updated in turn on the same batch, each through a prox.
-
-    .. math::
-        \theta \leftarrow \mathrm{Prox}_{\eta, r}\Big(\theta - \frac{\eta}{b}\Big(
-            \sum_{i \in B} \mathrm{clip}_C(\nabla_\theta f_i) + \mathcal{N}(0, (z C)^2 I)
-        \Big)\Big)
+    """DP-MBCD: blocks are updated in turn on the same batch, each through a prox.
 
     Attributes:
         step_size: Constant learning rate eta.

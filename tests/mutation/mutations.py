@@ -1981,7 +1981,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
     },
     "runs/algorithms.py": {
-        "keras/test_microbatches.py": {
+        "core/test_algorithms.py": {
             "microbatches_have_the_sensitivity_of_one_example": (
                 "is_microbatched=self.microbatch > 1,",
                 "is_microbatched=False,",
@@ -1990,11 +1990,17 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "loss=self.loss if self.microbatch == 1 else None,",
                 "loss=self.loss,",
             ),
-        },
-        "keras/test_model_dice.py": {
+            "rates_of_another_rule_count": (
+                "counts = not self.other_rule and (",
+                "counts = bool(self.other_rule) or (",
+            ),
             "a_gradient_bound_that_nothing_compares": (
                 "gradient_bound=self.gradient_bound,",
                 "gradient_bound=self.gradient_bound / 2,",
+            ),
+            "block_descent_on_any_batches": (
+                "if order not in (BatchOrder.CYCLIC, BatchOrder.FULL):",
+                "if order is BatchOrder.RESHUFFLED:",
             ),
         },
     },
