@@ -265,6 +265,10 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     },
     "../adapters/hidden_state_adapters/opacus/apart.py": {
         "opacus/test_records_apart.py": {
+            "faint_random_numbers_are_taken_for_mixing": (
+                "_OF_REPEATS = 1e-2",
+                "_OF_REPEATS = 1.0",
+            ),
             "records_are_never_beside_much_longer_ones": (
                 "_FACTORS = (1000, -1)",
                 "_FACTORS = (2, -1)",

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.apart import records_are_apart
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -117,6 +118,21 @@ def test_dropout_of_a_function_hides_nothing_beside_other_records(make_run):
     mixes = a_run(make_run, Statistics(), **KINDS["composition"])
     with pytest.raises(hsa.UnsupportedRunError, match="the model mixes the records"):
         mixes.epoch()
+
+
+def test_faint_random_numbers_are_not_taken_for_mixing():
+    """Those that move the outputs by about the tolerance were, as in the attention of BERT."""
+
+    class Faint(nn.Linear):
+        def forward(self, features):
+            drawn = functional.dropout(features, 0.5, self.training)
+            return super().forward(features + self.factor * drawn)
+
+    model = Faint(5, 3)
+    for model.factor in torch.logspace(-3.2, -2.8, 150).tolist():
+        features = torch.randn(10, 5)
+        found = records_are_apart(model, lambda call: [model(*call[0])], ((features,), {}), 10)
+        assert found is not False
 
 
 @pytest.mark.parametrize("kind", ["one head", "a network"])
