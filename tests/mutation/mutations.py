@@ -292,8 +292,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "opacus/test_losses_of_records.py": {
             "a_criterion_is_looked_at_in_the_whole_batch_only": (
-                "for part in _parts(len(output)):",
-                "for part in [range(len(output))]:",
+                "for part in (*halves(count), *alone):",
+                "for part in [range(count)]:",
             ),
         },
     },

@@ -33,8 +33,6 @@ _FACTORS = (1000, -1)  # of other records
 _FAR = 1e-3  # of the length of gradients of a criterion
 _ALONE = 4  # records that are looked at one by one, beside both halves
 
-Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
 Version = tuple[Callable[[], Call], int, range]
 """Makes a call with other records; their number; those of the batch that are among them.
 
@@ -385,9 +383,9 @@ def losses_are_apart(
     for output, target in itertools.product(outputs, reversed(tensors)):
         own = output.float() if is_half(output) else output
         found = []
-        for form in (_as_it_is, _as_outputs, _as_positions):
+        for form in _FORMS:
             try:
-                found.append(_are_apart(form(criterion), own.cpu(), target.cpu(), divides))
+                found.append(_are_apart(criterion, form, own.cpu(), target.cpu(), divides))
             except Exception:  # whatever a criterion may raise that is given something else
                 continue
         if found:
@@ -395,44 +393,33 @@ def losses_are_apart(
     return None
 
 
-def _as_it_is(criterion: Loss) -> Loss:
-    return criterion
+_FORMS: tuple[Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]], ...] = (
+    lambda output, target: (output, target),
+    lambda output, target: (output, target.reshape(output.shape).to(output)),
+    lambda output, target: (output.flatten(0, -2), target.flatten()),  # classes at every position
+)
+"""Forms of outputs and targets that a criterion may take."""
 
 
-def _as_outputs(criterion: Loss) -> Loss:
-    """The criterion of targets in the shape and type of the outputs."""
-    return lambda output, target: criterion(output, target.reshape(output.shape).to(output))
+def _are_apart(
+    criterion: Any, form: Any, output: torch.Tensor, target: torch.Tensor, divides: bool
+) -> bool:
+    """Compares the gradient of the losses of the records in their outputs, all and some of them."""
 
+    def gradient(rows: slice) -> torch.Tensor:
+        own = output[rows].detach().clone().requires_grad_()
+        with torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            value = criterion(*form(own, target[rows]))
+            (found,) = torch.autograd.grad(value.sum(), own)
+        return found * len(own) if divides and value.dim() == 0 else found
 
-def _as_positions(criterion: Loss) -> Loss:
-    """The criterion of classes at every position of every record, as a loop flattens them."""
-    return lambda output, target: criterion(output.flatten(0, -2), target.flatten())
-
-
-def _are_apart(loss: Loss, output: torch.Tensor, target: torch.Tensor, divides: bool) -> bool:
-    whole = _gradient(loss, output, target, divides)
-    if not torch.equal(whole, _gradient(loss, output, target, divides)):
+    whole, count = gradient(slice(None)), len(output)
+    if not torch.equal(whole, gradient(slice(None))):
         raise ValueError("The criterion draws random numbers.")
-    for part in _parts(len(output)):
+    alone = (range(row, row + 1) for row in range(min(count, _ALONE)))
+    for part in (*halves(count), *alone):
         rows = slice(part.start, part.stop)
-        off = _gradient(loss, output[rows], target[rows], divides) - whole[rows]
         limit = _FAR * torch.linalg.vector_norm(whole[rows])
-        if not torch.linalg.vector_norm(off) <= limit:
+        if not torch.linalg.vector_norm(gradient(rows) - whole[rows]) <= limit:
             return False
     return True
-
-
-def _parts(rows: int) -> Iterator[range]:
-    yield from (range(rows // 2), range(rows // 2, rows))
-    yield from (range(row, row + 1) for row in range(min(rows, _ALONE)))
-
-
-def _gradient(
-    loss: Loss, output: torch.Tensor, target: torch.Tensor, divides: bool
-) -> torch.Tensor:
-    """The gradient of the losses of the records in their outputs."""
-    output = output.detach().clone().requires_grad_()
-    with torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        value = loss(output, target)
-        (gradient,) = torch.autograd.grad(value.sum(), output)
-    return gradient * len(output) if divides and value.dim() == 0 else gradient

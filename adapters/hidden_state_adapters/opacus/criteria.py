@@ -171,15 +171,8 @@ def _cross_entropy(criterion: nn.CrossEntropyLoss, outputs: int) -> LinearLoss:
             f"criterion= needs ignore_index = {default}, got {criterion.ignore_index}: ignored "
             "records rescale the others. Remove those records beforehand."
         )
+    refuse_weights_of_the_batch(criterion)
     weights = _weights(criterion, "weight", outputs)
-    if weights is not None and _is_mean(criterion):
-        raise UnsupportedRunError(
-            'Expected reduction = "sum" of a CrossEntropyLoss with class weights, got "mean": '
-            "torch then divides by the sum of the weights of the batch, so that the label of "
-            'one record rescales all others. Use CrossEntropyLoss(weight=..., reduction="sum") '
-            'with make_private(..., loss_reduction="sum") and a learning rate divided by the '
-            "batch size. The weights must not be computed from the private labels."
-        )
     return linear.softmax(TORCH, outputs, smoothing=criterion.label_smoothing, weights=weights)
 
 
@@ -276,9 +269,11 @@ def refuse_weights_of_the_batch(criterion: Any) -> None:
     if is_softmax and module.weight is not None and _is_mean(module):
         raise UnsupportedRunError(
             f"Expected no class weights in a mean, got {type(module).__name__}(weight=...): it is "
-            "divided by the weights of all records of the batch, so that the gradient of one "
-            'record depends on the others. Use reduction="none" here, and take the .mean() of the '
-            "losses in the loop: the weights may stay."
+            "divided by the weights of all records of the batch, so that the label of one record "
+            'rescales all others. Use CrossEntropyLoss(weight=..., reduction="sum") with '
+            'make_private(..., loss_reduction="sum") and a learning rate divided by the batch '
+            'size; or, without feature_norm=, reduction="none" here, and take the .mean() of the '
+            "losses in the loop. The weights must not be computed from the private labels."
         )
 
 

@@ -247,7 +247,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             max_grad_norm=max_grad_norm,
             **options,
         )
-        return self._start(arguments, lambda declared, earlier: noise_multiplier)
+        return self._start(arguments, noise_multiplier)
 
     def make_private_with_epsilon(  # type: ignore[override]
         self,
@@ -286,23 +286,16 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             raise TypeError("Expected no noise_multiplier: make_private_with_epsilon finds it.")
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ValueError(f"Expected epochs to be an integer >= 1, got {epochs!r}.")
-        return self._start(
-            RunArguments.of(**arguments),
-            lambda declared, earlier: self._calibrate(
-                declared, earlier, target_epsilon, target_delta, epochs
-            ),
-            is_calibrated=True,
-        )
+        target = target_epsilon, target_delta, epochs
+        return self._start(RunArguments.of(**arguments), target=target)
 
     def _calibrate(
         self,
         declared: DeclaredRun,
         earlier: Sequence[AccountedRun],
-        target_epsilon: float,
-        target_delta: float,
-        epochs: int,
+        target: tuple[float, float, int],
     ) -> float:
-        mechanism = declared.mechanism
+        target_epsilon, target_delta, epochs = target
         steps, total = epochs * declared.plan.num_batches, declared.schedule.num_steps
         if total is not None and total != steps:
             raise ValueError(
@@ -319,7 +312,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             ],
             target_epsilon,
             target_delta,
-            lambda noise_multiplier: mechanism.event(declared, noise_multiplier, steps),
+            lambda noise: declared.mechanism.event(declared, noise, steps),
             self.accountant.neighboring_relation,
             "start on a fresh engine with other records",
         )
@@ -338,22 +331,29 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def _start(
         self,
         arguments: RunArguments,
-        noise_of: Callable[[DeclaredRun, Sequence[AccountedRun]], float],
-        *,
-        is_calibrated: bool = False,
+        noise_multiplier: float = 0.0,
+        target: tuple[float, float, int] | None = None,
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
-        """Declares a run and starts it: in all of several processes, or in none."""
+        """Declares a run and starts it: in all of several processes, or in none.
+
+        Args:
+            arguments: The run.
+            noise_multiplier: Noise multiplier, where no target is given.
+            target: Epsilon, delta and epochs for which the noise is found.
+        """
         arguments = _with_optimizer_class(arguments)
         group, relation = self._join(arguments), self.accountant.neighboring_relation
         agreed: Any = _alone if group is None else group.agreed
 
         def prepare() -> tuple[DeclaredRun, float, list[AccountedRun]]:
-            declared = DeclaredRun.of(arguments, relation, group)
-            if is_calibrated and "schedule" not in declared.mechanism.refused:
+            declared, noise = DeclaredRun.of(arguments, relation, group), noise_multiplier
+            if target is not None and "schedule" not in declared.mechanism.refused:
                 schedule = declared.schedule.at_rate_of(declared.optimizer)
                 declared = attrs.evolve(declared, schedule=schedule)
             earlier = self.accountant.earlier_runs(declared.inner)
-            noise, planned = noise_of(declared, earlier), declared.schedule.num_steps or 1
+            if target is not None:
+                noise = self._calibrate(declared, earlier, target)
+            planned = declared.schedule.num_steps or 1
             check_covered(declared.mechanism.event(declared, noise, planned), relation)
             return declared, float(noise), earlier
 
@@ -662,7 +662,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 "noise to it and account it yourself, evaluate on public data (engine.release()), "
                 "or use evaluate_on_private_data(stays_private=True) if it stays with you.",
             )
-        modes = [(part, part.training) for module in run.modules for part in _modules_of(module)]
+        modules = [module for module in run.modules if isinstance(module, nn.Module)]
+        modes = [(part, part.training) for module in modules for part in module.modules()]
         try:
             for part, _ in modes:
                 part.training = False
@@ -896,7 +897,3 @@ def _log_release(run: TrainingRun) -> None:
             "and the last one. stays_private=True avoids it for a file that nobody else sees.",
             record.num_steps,
         )
-
-
-def _modules_of(module: Any) -> list[nn.Module]:
-    return list(module.modules()) if isinstance(module, nn.Module) else []
