@@ -428,8 +428,9 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "return 1.0",
             ),
             "statistics_of_records_that_were_not_cut": (
-                "        rows = rows / feature_norm\n",
-                "        rows = matrix[part] / feature_norm\n",
+                "        rows = normalised(rows, feature_norm, normalization) / feature_norm\n"
+                "        if centers",
+                "        rows = rows / feature_norm\n        if centers",
             ),
         },
     },
