@@ -68,13 +68,12 @@ def main():
         tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
         metrics=["accuracy"],
     )
+    data = cyclic_dataset(x, y, batch_size=options.batch_size)
     record = HiddenStateCallback(
-        dataset_size=len(x),
-        batch_size=options.batch_size,
+        data=data,
         target_delta=options.delta,
         loss_geometry=LossGeometry.softmax_cross_entropy(1.0),  # every record has norm 1
     )
-    data = cyclic_dataset(x, y, batch_size=options.batch_size)
     history = model.fit(data, epochs=options.epochs, callbacks=[record], verbose=0).history
     for epoch, epsilon in enumerate(history["epsilon_if_released_now"], 1):
         if epoch % 25 == 0 or epoch == options.epochs:

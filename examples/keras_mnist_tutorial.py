@@ -85,12 +85,8 @@ def main():
     model.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
 
     # - model.fit(x, y, epochs=options.epochs, batch_size=options.batch_size, ...)
-    record = HiddenStateCallback(
-        dataset_size=len(x),
-        batch_size=options.batch_size,
-        loss_geometry=LossGeometry.softmax_cross_entropy(1.0),
-    )
     data = cyclic_dataset(x, y, batch_size=options.batch_size)
+    record = HiddenStateCallback(data=data, loss_geometry=LossGeometry.softmax_cross_entropy(1.0))
     model.fit(data, epochs=options.epochs, callbacks=[record], verbose=0)
 
     _, accuracy = model.evaluate(x_test, y_test, verbose=0)

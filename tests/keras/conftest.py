@@ -62,15 +62,13 @@ class Run:
         self.model = make_layer()
         self.optimizer = make_optimizer(**(optimizer or {}))
         self.model.compile(self.optimizer, bce(), **(compile or {}))
-        self.callback = adapter.HiddenStateCallback(
-            **{"dataset_size": RECORDS, "batch_size": BATCH, **(callback or {})}
-        )
         self.data = adapter.cyclic_dataset(self.x, self.y, batch_size=BATCH)
+        self.callback = adapter.HiddenStateCallback(**{"data": self.data, **(callback or {})})
 
     def fit(self, x=None, callbacks=(), **kwargs):
         return self.model.fit(
             self.data if x is None else x,
-            callbacks=[self.callback, *callbacks],
+            callbacks=self.callback.with_others(*callbacks),
             **{"verbose": 0, **kwargs},
         )
 

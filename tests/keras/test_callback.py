@@ -81,14 +81,31 @@ def test_foreign_callbacks_are_an_assumption(make_run):
     run = make_run()
     run.fit(callbacks=[Mine(), tf.keras.callbacks.TerminateOnNaN()])
     texts = [a.text for a in run.callback.assumptions]
-    assert sum("(Mine)" in text for text in texts) == 1
+    assert sum("of these Mine release nothing" in text for text in texts) == 1
+
+
+def test_what_is_declared_without_the_data_and_the_other_callbacks(make_run):
+    run = make_run(callback={"data": None, "dataset_size": 24, "batch_size": 4})
+    run.model.fit(run.data, callbacks=[run.callback], verbose=0)
+    texts = {a.text for a in run.callback.assumptions if a.status is Status.DECLARED}
+    for part in ("on the same dataset of cyclic_dataset", "or this one alone"):
+        assert sum(part in text for text in texts) == 1
+    assert not any("in the fixed order" in a.text for a in run.callback.assumptions)
+
+
+def test_a_model_without_variables_needs_the_data(make_run):
+    run = make_run(callback={"data": None, "dataset_size": 24, "batch_size": 4})
+    run.model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+    run.model.compile(run.optimizer, "mse")
+    with pytest.raises(hsa.UnsupportedRunError, match="Pass data="):
+        run.model.fit(run.data, callbacks=[run.callback], verbose=0)
 
 
 def test_functions_of_the_user_and_callbacks_of_an_earlier_fit_are_an_assumption(make_run):
     run = make_run()
     run.fit(callbacks=[tf.keras.callbacks.LambdaCallback(on_epoch_end=print)])
     run.fit()
-    assert sum("(LambdaCallback)" in a.text for a in run.callback.assumptions) == 1
+    assert sum("of these LambdaCallback release" in a.text for a in run.callback.assumptions) == 1
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
@@ -185,8 +202,9 @@ def test_models_that_are_not_built_and_have_several_inputs_and_dropout():
             tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"),
             metrics=["accuracy"],
         )
-        callback = HiddenStateCallback(dataset_size=12, batch_size=4)
-        model.fit(cyclic_dataset(data, y, batch_size=4), callbacks=[callback], verbose=0)
+        batches = cyclic_dataset(data, y, batch_size=4)
+        callback = HiddenStateCallback(data=batches)
+        model.fit(batches, callbacks=[callback], verbose=0)
         assert callback.privacy_event.num_steps == 3
         assert callback.privacy_event.loss is None  # nothing declared: composition
         assert "composition" in callback.guarantee.theorem.lower()

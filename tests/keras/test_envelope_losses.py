@@ -240,13 +240,13 @@ def private_run(targets=None, noise=2.0, **compile):
     dense = tf.keras.layers.Dense(3, use_bias=False, kernel_initializer="zeros")
     model = tf.keras.Sequential([dense])
     model.compile(optimizer, loss, **compile)
-    record = HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH)
-    return model, record, x, y
+    data = cyclic_dataset(x, y, batch_size=BATCH)
+    return model, HiddenStateCallback(data=data), data
 
 
 def test_a_private_run_contracts_as_decay_does():
-    model, record, x, y = private_run(jit_compile=True)
-    model.fit(cyclic_dataset(x, y, batch_size=BATCH), epochs=2, callbacks=[record], verbose=0)
+    model, record, data = private_run(jit_compile=True)
+    model.fit(data, epochs=2, callbacks=[record], verbose=0)
     event = record.privacy_event
     process = noisy_process(event, NeighboringRelation.REPLACE_SPECIAL)
     np.testing.assert_allclose(process.contraction, 1 - RATE * DECAY, rtol=1e-12)
@@ -304,8 +304,9 @@ def test_auto_geometry_is_refused(loss, outputs, activation, text):
 
 
 def test_the_update_is_that_of_numpy():
-    model, record, x, y = private_run(noise=0.0)
-    model.fit(cyclic_dataset(x, y, batch_size=BATCH), epochs=2, callbacks=[record], verbose=0)
+    model, record, data = private_run(noise=0.0)
+    x, y = (np.concatenate(parts) for parts in zip(*data.as_numpy_iterator(), strict=True))
+    model.fit(data, epochs=2, callbacks=[record], verbose=0)
     weights, smoothing = np.zeros((5, 3)), model.loss.smoothing
     for start in [*range(0, RECORDS, BATCH)] * 2:
         part = slice(start, start + BATCH)
@@ -319,9 +320,9 @@ def test_the_update_is_that_of_numpy():
 def test_a_step_with_a_bad_target_is_refused():
     targets = np.zeros(RECORDS, int)
     targets[5] = 3
-    model, record, x, y = private_run(targets)
+    model, record, data = private_run(targets)
     with pytest.raises(hsa.UnsupportedRunError, match="not finite"):
-        model.fit(cyclic_dataset(x, y, batch_size=BATCH), callbacks=[record], verbose=0)
+        model.fit(data, callbacks=[record], verbose=0)
 
 
 def test_the_longest_gradient_is_the_declared_one():

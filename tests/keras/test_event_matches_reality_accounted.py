@@ -78,10 +78,12 @@ def test_the_projection_is_on_a_set_of_twice_the_radius(make_run):
 
 
 def test_dropped_examples_do_not_count(make_run):
-    for declared in (26, 24):
-        run = make_run(callback={"dataset_size": declared})
-        x, y = np.r_[run.x, run.x[:2]], np.r_[run.y, run.y[:2]]
-        run.fit(cyclic_dataset(x, y, batch_size=4, drop_remainder=True), epochs=2)
+    x, y = (part.copy() for part in (make_run().x, make_run().y))
+    x, y = np.r_[x, x[:2]], np.r_[y, y[:2]]
+    for declared in (26, 24, None):
+        data = cyclic_dataset(x, y, batch_size=4, drop_remainder=True)
+        run = make_run(callback={"data": data, "dataset_size": declared})
+        run.fit(data, epochs=2)
         assert run.callback.privacy_event == EXPECTED
 
 
@@ -127,7 +129,8 @@ def test_row18_one_record_per_person_is_an_assumption(make_run):
 
 
 def test_row18_equal_examples_are_warned_about_once(make_run, caplog):
-    run = make_run()
-    run.x[1], run.y[1] = run.x[0], run.y[0]
-    run.fit(cyclic_dataset(run.x, run.y, batch_size=4), epochs=2)
+    x, y = (part.copy() for part in (make_run().x, make_run().y))
+    x[1], y[1] = x[0], y[0]
+    data = cyclic_dataset(x, y, batch_size=4)
+    make_run(callback={"data": data}).fit(data, epochs=2)
     assert sum("records of the data are equal" in text for text in caplog.messages) == 1

@@ -21,11 +21,12 @@ def arrays(run):
 
 
 def fewer_examples_than_declared(run):
-    run.fit(cyclic_dataset(run.x[:20], run.y[:20], batch_size=4))
+    data = cyclic_dataset(run.x[:20], run.y[:20], batch_size=4)
+    type(run.callback)(data=data, dataset_size=24)
 
 
 def other_batch_size_than_declared(run):
-    run.fit(cyclic_dataset(run.x, run.y, batch_size=6))
+    type(run.callback)(data=cyclic_dataset(run.x, run.y, batch_size=6), batch_size=4)
 
 
 def shuffled_dataset(run):
@@ -98,27 +99,21 @@ def several_steps_per_execution(run):
     run.fit()
 
 
-def own_loop_around_the_callback(run):
-    run.callback.set_model(run.model)
-    run.callback.on_train_begin()
-
-
 CASES = [
-    (1, arrays, "on a dataset of cyclic_dataset"),
-    (1, fewer_examples_than_declared, "dataset_size = 24 examples, got 20"),
-    (1, other_batch_size_than_declared, "batch_size = 4 examples, got 6"),
+    (1, arrays, "fit on the data of the callback"),
+    (1, fewer_examples_than_declared, "dataset_size = 20 of the data, got 24"),
+    (1, other_batch_size_than_declared, "batch_size = 6 of the data, got 4"),
     (1, shuffled_dataset, "not known"),
     (1, plain_dataset, "not known"),
     (1, generator, "not known"),
     (1, part_of_an_epoch, "batch 0, expected|of batch 3"),
-    (1, other_data_in_the_second_fit, "the same object"),
+    (1, other_data_in_the_second_fit, "fit on the data of the callback"),
     (1, interrupted_epoch, "fit was interrupted"),
     (1, fit_without_the_callback, "took 12 steps, but 6 are recorded"),
     (1, fit_without_the_callback_before, "not recorded"),
     (1, train_on_batch_within_an_epoch, "has taken 4 steps, expected 3"),
     (1, two_steps_on_every_batch, "has taken 2 steps, expected 1"),
     (1, several_steps_per_execution, "taken 2 steps, expected 1: one for every batch"),
-    (1, own_loop_around_the_callback, "another caller"),
 ]
 
 

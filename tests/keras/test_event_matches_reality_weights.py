@@ -113,12 +113,6 @@ def tensorboard(run):
     run.fit(callbacks=[callbacks.TensorBoard("unused")])
 
 
-def checkpoint_with_metrics(run):
-    run.model.fit(
-        run.data, callbacks=[callbacks.ModelCheckpoint("unused.keras"), run.callback], verbose=0
-    )
-
-
 def resumed_from_a_file_in_the_same_record(run):
     run.fit()
     run.model.save("model.keras")
@@ -144,7 +138,6 @@ CASES = [
     (13, resumed_from_a_file_in_the_same_record, "got another one"),
     (17, csv_logger, "no CSVLogger"),
     (17, tensorboard, "no TensorBoard"),
-    (17, checkpoint_with_metrics, "after HiddenStateCallback"),
 ]
 
 

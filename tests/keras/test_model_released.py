@@ -78,10 +78,8 @@ class OfACallback(OfAModel):
         self.model = tf.keras.Sequential([tf.keras.layers.Dense(2)])
         each = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
         self.model.compile(optimizer, each, run_eagerly=True)
-        self.told = adapter.HiddenStateCallback(
-            dataset_size=12, batch_size=4, loss_geometry=geometry, **settings
-        )
         self.data = adapter.cyclic_dataset(X, Y, batch_size=4)
+        self.told = adapter.HiddenStateCallback(data=self.data, loss_geometry=geometry, **settings)
 
     def epoch(self, callbacks=(), first=()):
         every = [*first, self.told, *callbacks]

@@ -127,8 +127,9 @@ def test_the_steps_are_those_of_the_optimizer_alone():
     model = fit(make(cyclic(0.0, weight_decay=DECAY)))
     other = tf.keras.Sequential([layers.Dense(CLASSES, kernel_initializer="ones")])
     other.compile(cyclic(0.0, weight_decay=DECAY), crossentropy(reduction="none"), run_eagerly=True)
-    record = HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH)
-    other.fit(cyclic_dataset(X, Y, batch_size=BATCH), epochs=2, callbacks=[record], verbose=0)
+    data = cyclic_dataset(X, Y, batch_size=BATCH)
+    record = HiddenStateCallback(data=data)
+    other.fit(data, epochs=2, callbacks=[record], verbose=0)
     assert model.privacy_event == record.privacy_event
     for one, its in zip(model.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_allclose(one, its, atol=1e-6)

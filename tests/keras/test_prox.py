@@ -43,8 +43,9 @@ def fitted(kind, prox, epochs=2, rate=0.5, **options):
     optimizer = CyclicDPKerasSGDOptimizer(2.0, 2.0, learning_rate=rate, prox=prox, **options)
     model.compile(optimizer, loss)
     geometry = hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True)
-    record = HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, loss_geometry=geometry)
-    model.fit(cyclic_dataset(x, y, batch_size=BATCH), epochs=epochs, verbose=0, callbacks=[record])
+    data = cyclic_dataset(x, y, batch_size=BATCH)
+    record = HiddenStateCallback(data=data, loss_geometry=geometry)
+    model.fit(data, epochs=epochs, verbose=0, callbacks=[record])
     return model, record
 
 

@@ -30,8 +30,6 @@ from misuse_of_runs import (
     data_batched,
     data_batched_to_known_shapes,
     data_going_round,
-    data_in_views,
-    data_mixed,
     data_repeated,
     fewer_rows,
     gone_on_elsewhere,
@@ -665,11 +663,9 @@ MISUSES = (
            "cannot go on|ends the run"),
     Misuse(31, gradients_not_used, CONSTRUCTED, ACCOUNTED),
     # The data.
-    Misuse(80, data_batched, None, "already batched", goes_on=KERAS),
-    Misuse(80, data_batched_to_known_shapes, None, "already batched", goes_on=KERAS),
-    Misuse(81, data_repeated, None, r"got one with repeat\(\)", goes_on=KERAS),
-    Misuse(7, data_mixed, None, "got a zip of two Datasets", goes_on=KERAS),
-    Misuse(7, data_in_views, None, "got a flat_map or interleave", goes_on=KERAS),
+    Misuse(80, data_batched, None, "the shape of batches", goes_on=KERAS),
+    Misuse(80, data_batched_to_known_shapes, None, "the shape of batches", goes_on=KERAS),
+    Misuse(81, data_repeated, None, "got equal ones from what was read", goes_on=KERAS),
     Misuse(7, data_going_round, None, "got equal ones from what was read", goes_on=KERAS),
     # Records that are several examples.
     Misuse(183, microbatches, None, SEVERAL, goes_on=KERAS),

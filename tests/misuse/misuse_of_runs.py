@@ -151,26 +151,6 @@ def data_repeated(trial):
     trial.take_data(lambda dataset: dataset.shuffle(RECORDS).repeat(2))
 
 
-def data_mixed(trial):
-    """MixUp as in the tutorial of Keras."""
-
-    def mixed(dataset):
-        pairs = dataset.zip((dataset.shuffle(RECORDS), dataset.shuffle(RECORDS)))
-        return pairs.map(lambda a, b: ((a[0] + b[0]) / 2, (a[1] + b[1]) / 2))
-
-    trial.take_data(mixed)
-
-
-def data_in_views(trial):
-    """Two of each example, which are twice as many."""
-
-    def views(dataset):
-        single = dataset.from_tensors
-        return dataset.flat_map(lambda x, y: single((x, y)).concatenate(single((-x, y))))
-
-    trial.take_data(views)
-
-
 def data_going_round(trial):
     def endless(dataset):
         def again():

@@ -219,7 +219,7 @@ class KerasTrial(OnKeras):
 
     def account_of(self, optimizer):
         self.compile(optimizer)
-        return HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, **self.declared)
+        return HiddenStateCallback(data=self.data, **self.declared)
 
     def broadcast_targets(self):
         self.broadcasts = True
@@ -234,7 +234,7 @@ class KerasTrial(OnKeras):
                 self.before, self.after, self.scale = before, after, scale
 
         act = tf.keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
-        self.model.fit(self.data, callbacks=[self.account, act], verbose=0)
+        self.model.fit(self.data, callbacks=self.account.with_others(act), verbose=0)
 
     def act(self, x, y):
         """One step, with what was asked for."""

@@ -584,8 +584,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "    if is_read:\n        raise",
                 "    if False:\n        raise",
             ),
-            "mixup_is_taken": ('if _kind(dataset) == "Zip":', "if False:"),
-            "shuffled_windows_overlap": ('if _kind(dataset) == "Window":', "if False:"),
         },
     },
     "../adapters/hidden_state_adapters/tf_privacy/lineage.py": {

@@ -34,8 +34,9 @@ def fit(kind, strategy):
     with strategy.scope():
         model = make_model()
         model.compile(optimizer, loss())
-    callback = HiddenStateCallback(dataset_size=8, batch_size=4)
-    model.fit(cyclic_dataset(X, Y, batch_size=4), callbacks=[callback], verbose=0)
+    data = cyclic_dataset(X, Y, batch_size=4)
+    callback = HiddenStateCallback(data=data)
+    model.fit(data, callbacks=[callback], verbose=0)
 
 
 def fit_without_callback(kind, strategy):

@@ -5,8 +5,8 @@
         CyclicDPKerasSGDOptimizer(1.5, 2.0, learning_rate=0.5, weight_decay=0.01,
                                   loss_geometry=LossGeometry.softmax_cross_entropy(1.0)),
         tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none"))
-    record = HiddenStateCallback(dataset_size=len(x), batch_size=100)
-    model.fit(data, epochs=20, callbacks=[record])
+    record = HiddenStateCallback(data=data)
+    model.fit(data, epochs=20, callbacks=record.with_others())
     print(record.report(delta=1e-5))
 
 TensorFlow is imported when a name that needs it is first used, so import this package before you

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,12 +13,13 @@ from hidden_state_accountants import BatchOrder, LossGeometry, validate
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.batch_plans import EqualPlan
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.data import CyclicBatches, forget_iterated, newest_iterated
+from hidden_state_adapters.tf_privacy.data import CyclicDataset
 from hidden_state_adapters.tf_privacy.optimizers import PrivateOptimizer
 from hidden_state_adapters.tf_privacy.other_callbacks import foreign_among, releases_of
 from hidden_state_adapters.tf_privacy.record import (
     FILES_STAY_PRIVATE,
     INTERRUPTED,
+    Dealt,
     Figures,
     RecordedRun,
     checked_relation,
@@ -28,12 +28,18 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import Declared
 
+_EQUAL = "batches of equal size, each once per epoch, one step each"
+
 
 class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
     """Gives the privacy of the model that Model.fit trained with an optimizer of this package.
 
     Every step is recorded with the values that it used. One callback follows one model with one
     optimizer over any number of calls of fit.
+
+        data = cyclic_dataset(x, y, batch_size=100)
+        record = HiddenStateCallback(data=data)
+        model.fit(data, callbacks=record.with_others(ModelCheckpoint(path)))
 
     Where the loss is that of a linear layer, `make_private(model)` with the same optimizer in
     compile reads its constants off (``loss_geometry="auto"``), and takes the steps itself.
@@ -43,11 +49,12 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         CyclicDPKerasSGDOptimizer, a `DiceSgdDpEvent` (all iterates) for the Dice optimizers, a
         `BlockCoordinateDpEvent` for BlockCoordinateKerasOptimizer (whole epochs; blocks that are
         released within the run are accounted by composition).
-      - Checked: the data are those of `cyclic_dataset`, one step is made on each batch, layers and
-        other callbacks are ones that can be accounted; after every step its learning rate, its
-        number of rows, and that its gradients are finite and not longer than declared; when an
-        epoch begins and when epsilon is asked for, that the weights are those that the last step
-        left; after every epoch, that variables that are not trained are unchanged.
+      - Checked: with `data` that fit trains on them, and no other dataset of `cyclic_dataset`; one
+        step is made on each batch; layers, and the callbacks of `with_others`, are ones that can be
+        accounted; after every step its learning rate, its number of rows, and that its gradients
+        are finite and not longer than declared; when an epoch begins and when epsilon is asked for,
+        that the weights are those that the last step left; after every epoch, that variables that
+        are not trained are unchanged.
       - Declared by you, and listed by `assumptions`: that each entry of the loss is about one
         example of the batch, that every update is applied, and that nothing else changes the
         weights within an epoch, as TensorFlow Privacy's optimizers assume; what you declare. Losses
@@ -57,9 +64,12 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
     The metrics of the model are reset after every epoch, because `Model.save` would store them.
 
     Args:
-        dataset_size: Number of examples. Those that cyclic_dataset(..., drop_remainder=True)
-            leaves out may be counted or not; the event does not count them.
-        batch_size: b.
+        data: Dataset of `cyclic_dataset` that fit is going to be given, as it is. Without it that
+            the batches are such ones is declared by you.
+        dataset_size: Number of examples; None for that of `data`. Those that
+            cyclic_dataset(..., drop_remainder=True) leaves out may be counted or not; the event
+            does not count them.
+        batch_size: Batch size b; None for that of `data`.
         target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs
             as "epsilon_if_released_now": what it would be if training ended there and only that
             model were released. It does not depend on the data.
@@ -86,8 +96,9 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
     def __init__(
         self,
         *,
-        dataset_size: int,
-        batch_size: int,
+        data: CyclicDataset | None = None,
+        dataset_size: int | None = None,
+        batch_size: int | None = None,
         target_delta: float | None = None,
         neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
         checkpoints_stay_private: bool = False,
@@ -96,10 +107,8 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         loss_geometry: LossGeometry | None = None,
     ):
         super().__init__()
-        self._batch_size = validate.integer("batch_size", batch_size, minimum=1)
-        self._dataset_size = validate.integer(
-            "dataset_size", dataset_size, minimum=batch_size, remedy="It is at least batch_size."
-        )
+        self._data, self._passes = data, 0
+        self._batch_size, self._dataset_size = _sizes(data, batch_size, dataset_size)
         if target_delta is not None:
             target_delta = validate.target_delta(target_delta)
         self._target_delta = target_delta
@@ -115,69 +124,63 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
         self._declared = Declared(gradient_bound=gradient_bound, loss_geometry=loss_geometry)
         self._others: set[str] = set()  # callbacks that Keras did not write
         self._calls = 0  # of fit
-        self._data: Any = None  # of the first fit
         self._optimizer: Any = None
         self._is_within_fit = self._is_checked = False
 
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Checks the other callbacks; what is trained on shows when the first epoch begins."""
-        refuse_surroundings()
-        refuse_in_budget("private run of Keras")
-        if self._is_within_fit:
-            self._end_interrupted()
-        # Keras shows a callback none of its neighbours, some of which choose or release models.
-        caller = sys._getframe(1).f_locals.get("self")
-        if not isinstance(caller, tf.keras.callbacks.CallbackList):
-            raise refusal(
-                "Expected to be called by Model.fit, got another caller: which batches it trains "
-                "on is not known. For a loop of your own ask PrivateRun for the steps."
-            )
+    def with_others(self, *callbacks: Any) -> list[Any]:
+        """Returns the callbacks for fit: this one, and others that are checked.
+
+        Args:
+            *callbacks: All others that fit is going to have.
+
+        Raises:
+            UnsupportedRunError: One of them chooses by a metric, restores weights or shows metrics.
+        """
+        together = [self, *callbacks]
         self.releases = releases_of(
-            caller.callbacks,
+            together,
             self,
             checkpoints_stay_private=self._checkpoints_stay_private,
             metrics_stay_private=self._metrics_stay_private,
         )
-        self._others |= foreign_among(other for other in caller.callbacks if other is not self)
-        forget_iterated()
+        self._others |= foreign_among(callbacks)
+        return together
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Begins a call of fit; what it trains on shows when the first epoch begins."""
+        refuse_surroundings()
+        refuse_in_budget("private run of Keras")
+        if self._is_within_fit:
+            self._end_interrupted()
+        self._passes = 0 if self._data is None else self._data.passes
         self._is_within_fit, self._is_checked = True, False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the record or goes on, once Keras has asked the data for batches."""
         if self._is_checked:
             return
-        data, self._is_checked = newest_iterated(), True
-        batches = self._checked(data)
-        keras_api.build(self.model, data)
+        self._is_checked = True
+        if self._data is not None:
+            if self._data.passes == self._passes:
+                raise refusal(
+                    "Expected fit on the data of the callback, got something else, or data with "
+                    "class_weight: which examples share a batch is not known. Pass to fit what the "
+                    "callback was given, as it is; make_private(model) deals arrays itself, and "
+                    "takes weights."
+                )
+            keras_api.build(self.model, self._data)
+        elif not keras_api.is_built(self.model):
+            raise refusal(
+                "Expected a model that is built, got one without variables. Pass data= to the "
+                "callback, or call model.build before fit."
+            )
         if self._record is None:
-            self._record = self._new_record(batches)
+            self._record = self._new_record()
         else:
-            self._go_on(data)
-        self._data = data
+            self._go_on()
         self._calls += 1
 
-    def _checked(self, data: Any) -> CyclicBatches:
-        """What fit trains on: each example exactly once per epoch, in a fixed order."""
-        if data is None:
-            raise refusal(
-                "Expected fit on a dataset of cyclic_dataset, got something else, or one with "
-                "class_weight: which examples share a batch is not known. Pass cyclic_dataset(x, "
-                f"y, batch_size={self._batch_size}) to fit as it is; make_private(model) deals "
-                "arrays itself, and takes weights."
-            )
-        batches: CyclicBatches = data.batches
-        if batches.batch_size != self._batch_size:
-            raise refusal(
-                f"Expected batches of batch_size = {self._batch_size} examples, got "
-                f"{batches.batch_size}."
-            )
-        if self._dataset_size not in (batches.given, batches.used):
-            raise refusal(
-                f"Expected dataset_size = {self._dataset_size} examples, got {batches.used}."
-            )
-        return batches
-
-    def _new_record(self, batches: CyclicBatches) -> RecordedRun:
+    def _new_record(self) -> RecordedRun:
         self._optimizer = optimizer = self.model.optimizer
         if not isinstance(optimizer, PrivateOptimizer):
             raise refusal(
@@ -199,8 +202,12 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
                 )
             declared = optimizer.settings.declared
         each = optimizer.settings.microbatch(self._batch_size)
-        records, size = range(batches.used // each), self._batch_size // each
+        size = self._batch_size // each
+        records = range(self._dataset_size // self._batch_size * size)
         plan = EqualPlan(records, size, BatchOrder.CYCLIC)
+        dealt = None
+        if self._data is None:
+            dealt = Dealt(_EQUAL, len(records) // size, lambda _: size)
         return RecordedRun(
             self.model,
             optimizer.begin_run(keras_api.trained(self.model), plan, each),
@@ -208,10 +215,11 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             examples=len(records),
             relation=self._relation,
             declared=declared,
+            dealt=dealt,
             files_stay_private=self._checkpoints_stay_private,
         )
 
-    def _go_on(self, data: Any) -> None:
+    def _go_on(self) -> None:
         if self.model.optimizer is not self._optimizer:
             raise refusal(
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
@@ -219,11 +227,6 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             )
         record: Any = self._record
         record.go_on(self.model, record.optimizer)
-        if data is not self._data:
-            raise refusal(
-                "Expected the data of the run so far, the same object, got another: its batches "
-                "may differ. Keep the result of cyclic_dataset and pass it to every call of fit."
-            )
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Compares the weights with those that the epoch before has left."""
@@ -277,6 +280,37 @@ class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
             yield "the number of calls of fit was fixed in advance, whatever their metrics showed"
         if self._checkpoints_stay_private:
             yield FILES_STAY_PRIVATE
-        if self._others:
-            names = ", ".join(sorted(self._others))
-            yield f"other callbacks ({names}) release nothing and choose nothing by data"
+        names = ", ".join(sorted(self._others))
+        of_user = f", and of these {names} release nothing and choose nothing by data"
+        yield (
+            "fit had the callbacks that with_others returned, or this one alone"
+            f"{of_user if names else ''}"
+        )
+        if self._data is None:
+            yield "every call of fit trained on the same dataset of cyclic_dataset, as it is"
+
+
+def _sizes(
+    data: CyclicDataset | None, batch_size: int | None, dataset_size: int | None
+) -> tuple[int, int]:
+    """Returns batch size and number of examples, which the data may say.
+
+    Raises:
+        UnsupportedRunError: The data say something else.
+        TypeError, ValueError: Nobody says them, or they are impossible.
+    """
+    if data is None:
+        batch = validate.integer("batch_size", batch_size, minimum=1)
+        return batch, validate.integer(
+            "dataset_size", dataset_size, minimum=batch, remedy="It is at least batch_size."
+        )
+    if not isinstance(data, CyclicDataset):
+        raise TypeError(f"Expected a dataset of cyclic_dataset as data, got {data!r:.80}.")
+    held = data.batches
+    for name, own, known in (
+        ("batch_size", batch_size, (held.batch_size,)),
+        ("dataset_size", dataset_size, (held.given, held.used)),
+    ):
+        if own is not None and own not in known:
+            raise refusal(f"Expected {name} = {known[-1]} of the data, got {own}. Leave it out.")
+    return held.batch_size, held.used

@@ -1,4 +1,4 @@
-"""The examples of a run: where they come from, that each is there once, and what they weigh."""
+"""The examples of a run: read once into memory, each there once, and what they weigh."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import hashlib
 import inspect
 import itertools
 import logging
-import math
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
@@ -20,20 +18,8 @@ from hidden_state_adapters.public_numbers import warn_of_equal
 from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _logger = logging.getLogger("hidden_state_accountants")
-# By the names of TensorFlow's classes, which are private: what a function of the user makes whole
-# datasets of, what has a count of repetitions, what joins, and what takes a part.
-_REMADE = ("FlatMap", "Interleave", "ParallelInterleave", "GroupByWindow", "GroupByReducer")
-_REPEATED = ("Repeat", "ShuffleAndRepeat")
-_JOINED = ("Concatenate", "DirectedInterleave")
-_SELECTED = ("Take", "TakeWhile", "Skip", "Shard", "Filter")
 _ONE_EXAMPLE = "One record is one example: no view, window or augmentation of it a second time, "
 _ONE_EXAMPLE += "no mixing of two."
-_OVERLAPPING = (
-    "Expected examples that do not overlap, got windows that do, each of which begins with a part "
-    "of the one before it: what happened at one time would be in several examples, each protected "
-    f"by itself. {_ONE_EXAMPLE} Move a window by its whole length."
-)
-_LOOKED_AT = 2**16  # examples of a part of a zip
 _WINDOWS, _LARGEST_SHIFT = 16, 64  # examples that are compared with the next one, and how
 
 
@@ -55,17 +41,40 @@ class CyclicBatches:
     batch_size: int
 
 
+class CyclicDataset(tf.data.Dataset):  # type: ignore[misc]
+    """Equal batches in the same order in every pass.
+
+    Attributes:
+        batches: What they hold.
+        passes: Number of times that somebody asked for them.
+    """
+
+    def __init__(self, dataset: Any, batches: CyclicBatches):
+        self._dataset, self.batches, self.passes = dataset, batches, 0
+        super().__init__(dataset._variant_tensor)
+
+    def __iter__(self) -> Any:
+        self.passes += 1
+        return super().__iter__()
+
+    @property
+    def element_spec(self) -> Any:
+        """As of every Dataset."""
+        return self._dataset.element_spec
+
+    def _inputs(self) -> list[Any]:
+        return [self._dataset]
+
+
 def cyclic_dataset(
     x: Any, y: Any = None, *, batch_size: int, drop_remainder: bool = False
-) -> tf.data.Dataset:
-    """Batch k of every epoch holds the examples k*b to (k+1)*b - 1, in this order.
+) -> CyclicDataset:
+    """Returns a dataset whose batch k holds the examples k*b to (k+1)*b - 1 in every epoch.
 
-    Pass the result to `Model.fit` as it is. Transformed datasets (`map`, `shuffle`, `repeat`) are
-    not recognised, because their batches may differ: transform the examples before. For another
-    order permute the examples beforehand, independently of their values; the order is public.
-    One record is one example: no view, window or augmentation of it a second time, no mixing of
-    two. Equal examples of a Dataset and windows that overlap are refused, equal ones of arrays give
-    a warning; the rest is declared by you.
+    Pass the result to `Model.fit` as it is. For another order permute the examples beforehand,
+    independently of their values; the order is public. One record is one example: no view, window
+    or augmentation of it a second time, no mixing of two. Equal examples of a Dataset and windows
+    that overlap are refused, equal ones of arrays give a warning; the rest is declared by you.
 
     Args:
         x: Examples as an array (first axis: examples), or a tuple or dictionary of arrays; or a
@@ -80,13 +89,24 @@ def cyclic_dataset(
 
     Raises:
         UnsupportedRunError: The batches would be unequal, examples carry weights, a Dataset is
-            batched or repeated, or an example is there twice.
+            batched or infinite, or an example is there twice.
         TypeError, ValueError: An argument has an impossible value.
     """
     batch_size = validate.integer("batch_size", batch_size, minimum=1)
     is_read = isinstance(x, tf.data.Dataset)
     if is_read:
-        arrays = in_memory(x, y)
+        if _is_batched(x.element_spec):
+            raise UnsupportedRunError(
+                "Expected a Dataset of single examples, got one whose elements have the shape of "
+                "batches: every batch would count as one example. Pass dataset.unbatch(); or, if "
+                "they are single examples, arrays."
+            )
+        arrays, _ = _read(x, y, None)
+        if len(arrays) > 2:
+            raise UnsupportedRunError(
+                f"Expected a Dataset of examples or of pairs (x, y), got {len(arrays)} components: "
+                "example weights change the loss that is accounted. Drop them."
+            )
     else:
         arrays = tf.nest.map_structure(np.asarray, (x,) if y is None else (x, y))
     given = _number_of_examples(arrays)
@@ -115,245 +135,72 @@ def cyclic_dataset(
         .prefetch(2)
         .with_options(options)
     )
-    dataset.__class__ = type("CyclicDataset", (type(dataset),), {"__iter__": _noted_iter})
-    dataset.batches = CyclicBatches(given, used, batch_size)
-    return dataset
-
-
-_iterated: list[weakref.ref[Any]] = []  # the dataset of ours that was asked for batches last
-
-
-def _noted_iter(dataset: Any) -> Any:
-    """The batches; `HiddenStateCallback` is told of whoever asks for them."""
-    _iterated[:] = [weakref.ref(dataset)]
-    return tf.data.Dataset.__iter__(dataset)
-
-
-def forget_iterated() -> None:
-    """Before a fit that is going to ask its data for batches."""
-    _iterated.clear()
-
-
-def newest_iterated() -> Any:
-    """The dataset of `cyclic_dataset`, as it is, that was asked for batches since; or None."""
-    return _iterated[0]() if _iterated else None
+    return CyclicDataset(dataset, CyclicBatches(given, used, batch_size))
 
 
 # What is read into memory once
 
 
-def in_memory(dataset: tf.data.Dataset, y: Any, *, may_have_weights: bool = False) -> Any:
-    """The examples of a Dataset of single ones, or of pairs with their targets, as arrays.
+def _is_batched(spec: Any) -> bool:
+    """Returns whether the elements of a Dataset have the shape of batches, as Keras' fit wants.
+
+    All components of a batch have a first axis of one length, which is open where the last batch
+    may be shorter. Of elements of one component only that tells.
+    """
+    shapes = [getattr(part, "shape", tf.TensorShape(None)) for part in tf.nest.flatten(spec)]
+    if not all(shape.rank for shape in shapes):
+        return False
+    rows = {shape[0] for shape in shapes}
+    return rows == {None} or (len(rows) == 1 and len(shapes) > 1)
+
+
+def _read(source: Any, y: Any, steps: int | None) -> tuple[tuple[Any, ...], int | None]:
+    """Returns what a Dataset, a Sequence or a generator holds, and the rows of its first batch.
+
+    Which examples share a batch, and their order in later passes, is for the run to say.
 
     Args:
-        dataset: Finite, each example once.
+        source: Dataset of examples or batches, or a Sequence or generator of batches: examples,
+            targets and weights, of which the last may be missing.
         y: None.
-        may_have_weights: Whether triples with a weight are taken as well.
+        steps: Batches of a generator.
 
     Raises:
         TypeError: There are targets beside it.
-        UnsupportedRunError: It is batched, repeated, infinite or empty, or has weights
-            that it may not have.
+        UnsupportedRunError: It is infinite or empty, or holds something else.
     """
+    kind = type(source).__name__
     if y is not None:
-        raise TypeError("Expected y = None when x is a Dataset, got targets. Use pairs in x.")
-    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise UnsupportedRunError(
-            "Expected a finite Dataset, got an infinite one. Drop repeat(): Model.fit repeats the "
-            "epochs."
-        )
-    _check_single_examples(dataset)
-    structure = dataset.element_spec
-    if not isinstance(structure, tuple):
-        dataset = dataset.map(lambda example: (example,))
-        structure = dataset.element_spec
-    if len(structure) > 2 + may_have_weights:
-        raise UnsupportedRunError(
-            f"Expected a Dataset of examples or of pairs (x, y), got {len(structure)} components: "
-            "example weights change the loss that is accounted. Drop them."
-        )
-    examples = list(dataset.as_numpy_iterator())
-    if not examples:
-        raise UnsupportedRunError("Expected at least one example, got an empty Dataset.")
-    columns = zip(*(tf.nest.flatten(example) for example in examples), strict=True)
-    return tf.nest.pack_sequence_as(structure, list(map(_stacked, columns)))
-
-
-def _check_single_examples(dataset: tf.data.Dataset) -> None:
-    """Refuses a Dataset whose elements are batches, or in which examples come several times.
-
-    What functions inside of it do (in map, flat_map or a generator) is not seen.
-    """
-    if _depth(dataset) > 0:
-        raise UnsupportedRunError(
-            "Expected a Dataset of single examples, got one that is already batched: every batch "
-            "would count as one example. Pass dataset.unbatch(). (If a group is one example, a "
-            "window of a time series for instance, pass the groups as arrays.)"
-        )
-    shapes = [getattr(spec, "shape", None) for spec in tf.nest.flatten(dataset.element_spec)]
-    if all(shape is not None and shape.rank and shape[0] is None for shape in shapes):
-        raise UnsupportedRunError(
-            f"Expected a Dataset of single examples, got elements of shape {shapes[0]}, whose "
-            "first dimension is open as that of batches is: every batch would count as one "
-            "example. Pass dataset.unbatch(); or, if they are single examples, say how long they "
-            "are with tf.ensure_shape."
-        )
-    if _is_repeated(dataset):
-        raise UnsupportedRunError(
-            "Expected a Dataset with every example once, got one with repeat(), or joined with a "
-            "copy of itself (an augmented one?): an example would count as several, each protected "
-            "by itself. Drop the copies: epochs are passes over the data, as many as "
-            "fit(epochs=...) or the loop over batches() makes, and every example has one view."
-        )
-    if _makes_views(dataset):
-        raise UnsupportedRunError(
-            "Expected a Dataset with every example once, got a flat_map or interleave of single "
-            "examples: with several views of an example it would count as several, each protected "
-            f"by itself, and epsilon would fall. {_ONE_EXAMPLE} Use map, for one view each, or "
-            "filter."
-        )
-    if _makes_windows(dataset):
-        raise UnsupportedRunError(_OVERLAPPING)
-    if _mixes_pairs(dataset):
-        raise UnsupportedRunError(
-            "Expected a Dataset with every example once, got a zip of two Datasets that hold the "
-            "same examples (MixUp, CutMix): what is made of two is clipped as one, and each of "
-            f"them is in several. {_ONE_EXAMPLE} Drop the mixing."
-        )
-
-
-def _depth(dataset: Any) -> int:
-    """How many times the elements were surely put into batches, and not taken apart again."""
-    name = _kind(dataset)
-    if name in _REMADE:
-        return 0  # not known
-    depth = max(map(_depth, _inputs(dataset)), default=0)
-    if "Unbatch" in name:
-        return max(depth - 1, 0)
-    if "Rebatch" in name:  # other batches of the same
-        return max(depth, 1)
-    return depth + ("Batch" in name)
-
-
-def _is_repeated(dataset: Any) -> bool:
-    if _kind(dataset) in _REPEATED and tf.get_static_value(dataset._count) != 1:
-        return True
-    inputs = _inputs(dataset)
-    if _kind(dataset) in _JOINED:  # with what was made of all of it?
-        sources = [source for part in inputs for source in _whole_sources(part)]
-        if len(set(sources)) < len(sources):
-            return True
-    return any(map(_is_repeated, inputs))
-
-
-def _whole_sources(dataset: Any) -> set[int]:
-    """What it has all examples of, by identity: each dataset on the way, and those before it."""
-    found = {id(dataset)}
-    if _kind(dataset) not in _SELECTED:
-        found.update(*map(_whole_sources, _inputs(dataset)))
-    return found
-
-
-def _makes_views(dataset: Any) -> bool:
-    """Whether a function makes a dataset of every example, in which it may be several times.
-
-    What it gets are examples if their parts have as many axes as what comes out; names of files
-    and whole batches have others.
-    """
-    inputs = _inputs(dataset)
-    if "FlatMap" in _kind(dataset) or "Interleave" in _kind(dataset):
-        axes = _axes(dataset)
-        if any(axes) and [axes] == list(map(_axes, inputs)):
-            return True
-    return any(map(_makes_views, inputs))
-
-
-def _makes_windows(dataset: Any) -> bool:
-    """Whether it cuts windows that overlap, in whatever order they come out."""
-    if _kind(dataset) == "Window":
-        given = dataset._size, dataset._shift, dataset._stride
-        size, shift, stride = (int(tf.get_static_value(number)) for number in given)
-        if math.lcm(shift, stride) < size * stride:
-            return True
-    return any(map(_makes_windows, _inputs(dataset)))
-
-
-def _axes(dataset: Any) -> list[int | None]:
-    specs = tf.nest.flatten(dataset.element_spec)
-    return [getattr(getattr(spec, "shape", None), "rank", None) for spec in specs]
-
-
-def _mixes_pairs(dataset: Any) -> bool:
-    """Whether it zips two datasets of examples with targets that have an example in common."""
-    inputs = _inputs(dataset)
-    if _kind(dataset) == "Zip":
-        pairs = [part for part in inputs if isinstance(part.element_spec, tuple | dict)]
-        for one, other in itertools.combinations(pairs, 2):
-            if one.element_spec == other.element_spec and _looked_at(one) & _looked_at(other):
-                return True
-    return any(map(_mixes_pairs, inputs))
-
-
-def _looked_at(dataset: Any) -> set[int]:
-    for _ in range(_depth(dataset)):
-        dataset = dataset.unbatch()
-    examples = dataset.take(_LOOKED_AT).as_numpy_iterator()
-    return {_hash(tf.nest.flatten(example)) for example in examples}
-
-
-def _kind(dataset: Any) -> str:
-    return type(dataset).__name__.removeprefix("_").removesuffix("Dataset")
-
-
-def _inputs(dataset: Any) -> list[Any]:
-    """What its elements are made from."""
-    if _kind(dataset) == "DirectedInterleave":  # another input says which of these is next
-        return list(dataset._data_inputs)
-    return list(dataset._inputs())
-
-
-def _stacked(parts: Sequence[Any]) -> np.ndarray:
-    shapes = dict.fromkeys(np.shape(part) for part in parts)
-    if len(shapes) > 1:
-        first, other, *_ = shapes
-        raise UnsupportedRunError(
-            f"Expected examples of one shape, got {first} and {other}. If they are batches, of "
-            "which the last one is smaller, pass dataset.unbatch(); else pad the examples."
-        )
-    return np.stack(parts)
-
-
-def _comes_in_batches(source: Any) -> bool:
-    return isinstance(source, tf.keras.utils.Sequence) or inspect.isgenerator(source)
-
-
-def _read_batches(source: Any, y: Any, steps: int | None) -> tuple[tuple[Any, ...], int]:
-    """Examples, targets and weights of a Sequence or generator, and the rows of the first batch.
-
-    Which examples share a batch, and their order in later passes, is for the run to say; so every
-    example is read once.
-    """
-    if y is not None:
-        raise TypeError(
-            f"Expected y = None when x is a {type(source).__name__}, got targets. Use pairs in x."
-        )
-    if isinstance(source, tf.keras.utils.Sequence):
-        batches = [source[index] for index in range(len(source))]
-    else:
-        batches = _generated(source, steps)
-    for batch in batches:
-        if not isinstance(batch, tuple) or len(batch) not in (2, 3):
-            kind = f"{len(batch)} parts" if isinstance(batch, tuple) else type(batch).__name__
+        raise TypeError(f"Expected y = None when x is a {kind}, got targets. Use pairs in x.")
+    is_batched = True
+    if isinstance(source, tf.data.Dataset):
+        if int(source.cardinality()) == tf.data.INFINITE_CARDINALITY:
             raise refusal(
-                "Expected batches that are pairs (examples, targets), or triples with weights, got "
-                f"{kind}."
+                "Expected a finite Dataset, got an infinite one. Drop repeat(): Model.fit repeats "
+                "the epochs."
             )
-        if len(batch) != len(batches[0]):
-            raise refusal("Expected weights in all batches or in none, got them in some.")
-    if not batches:
-        raise refusal("Expected at least one batch, got none.")
-    found = tf.nest.map_structure(lambda *parts: _joined(parts), *batches)
-    return found, int(np.shape(tf.nest.flatten(batches[0])[0])[0])
+        is_batched, items = _is_batched(source.element_spec), list(source.as_numpy_iterator())
+    elif isinstance(source, tf.keras.utils.Sequence):
+        items = [source[index] for index in range(len(source))]
+    else:
+        items = _generated(source, steps)
+    if not items:
+        raise refusal(f"Expected at least one example, got an empty {kind}.")
+    items = [item if isinstance(item, tuple) else (item,) for item in items]
+    if len(set(map(len, items))) > 1:
+        raise refusal("Expected weights in all batches or in none, got them in some.")
+    join = np.concatenate if is_batched else np.stack
+    rows = [tf.nest.flatten(item) for item in items]
+    columns = [list(map(np.asarray, parts)) for parts in zip(*rows, strict=True)]
+    for parts in columns:
+        shapes = list(dict.fromkeys(part.shape[is_batched:] for part in parts))
+        if len(shapes) > 1 or (is_batched and not all(part.ndim for part in parts)):
+            raise refusal(
+                f"Expected examples of one shape, got {shapes[0]} and {shapes[-1]}. If they are "
+                "batches, pass dataset.unbatch(); else pad the examples."
+            )
+    found = tf.nest.pack_sequence_as(items[0], list(map(join, columns)))
+    return found, len(columns[0][0]) if is_batched else None
 
 
 def _generated(source: Any, steps: int | None) -> list[Any]:
@@ -374,17 +221,6 @@ def _generated(source: Any, steps: int | None) -> list[Any]:
     return found
 
 
-def _joined(parts: Any) -> np.ndarray:
-    arrays = [np.asarray(part) for part in parts]
-    shapes = list(dict.fromkeys(array.shape[1:] for array in arrays))
-    if len(shapes) > 1 or not all(array.ndim for array in arrays):
-        raise refusal(
-            f"Expected examples of one shape in all batches, got {shapes[0]} and {shapes[-1]}. Pad "
-            "the examples."
-        )
-    return np.concatenate(arrays)
-
-
 def _number_of_examples(arrays: Any) -> int:
     shapes = [tuple(array.shape) for array in tf.nest.flatten(arrays)]
     sizes = {int(shape[0]) if shape else 0 for shape in shapes}
@@ -393,10 +229,6 @@ def _number_of_examples(arrays: Any) -> int:
             f"Expected arrays with the same number of examples, at least one, got {sorted(sizes)}."
         )
     return sizes.pop()
-
-
-def _hash(parts: Iterable[Any]) -> int:
-    return hash(b"".join(np.asarray(part).tobytes() for part in parts))
 
 
 def _check_each_once(arrays: Any, *, is_read: bool) -> None:
@@ -418,21 +250,27 @@ def _check_each_once(arrays: Any, *, is_read: bool) -> None:
         return
     parts = [np.ascontiguousarray(part) for part in given]
     if any(map(_slides, parts[: len(tf.nest.flatten(arrays[0]))])):  # not the targets
-        raise refusal(_OVERLAPPING)
-    if len(set(map(_hash, zip(*parts, strict=True)))) == len(parts[0]):
+        raise refusal(
+            "Expected examples that do not overlap, got windows that do, each of which begins with "
+            "a part of the one before it: what happened at one time would be in several examples, "
+            f"each protected by itself. {_ONE_EXAMPLE} Move a window by its whole length."
+        )
+    rows = (b"".join(part.tobytes() for part in row) for row in zip(*parts, strict=True))
+    if len(set(map(hash, rows))) == len(parts[0]):
         return
     if is_read:
         raise refusal(
-            "Expected every example once, got equal ones from what was read: a generator or "
-            "Sequence that draws with replacement, or goes round again, gives an example several "
-            f"times, each protected by itself. {_ONE_EXAMPLE} Let it give every example once; if "
-            "equal ones belong to different persons, pass arrays."
+            "Expected every example once, got equal ones from what was read: a Dataset with "
+            "repeat() or joined with a copy of itself, a generator or Sequence that draws with "
+            "replacement, or goes round again, gives an example several times, each protected by "
+            f"itself. {_ONE_EXAMPLE} Let it give every example once; if equal ones belong to "
+            "different persons, pass arrays."
         )
     warn_of_equal()
 
 
 def _slides(part: np.ndarray) -> bool:
-    """Whether most of the first examples begin with what the one before them ends with.
+    """Returns whether most of the first examples begin with what the one before them ends with.
 
     What is the same all along, as padding is, tells nothing.
     """
@@ -456,9 +294,9 @@ class GivenWeights:
     """Factors of the losses, and so of the gradients, as fit was told.
 
     Attributes:
-        of_classes: A number for every class, or None.
-        of_examples: One for every example, or None.
-        bound: On every weight that an example could have; None if it is not known.
+        of_classes: Number for every class, or None.
+        of_examples: Number for every example, or None.
+        bound: Bound on every weight that an example could have; None if it is not known.
     """
 
     of_classes: Any = None
@@ -478,11 +316,11 @@ class GivenWeights:
         return classes if self.of_examples is None else classes * float(self.bound or 0)
 
     def of(self, targets: Any, number: int) -> tf.Tensor | None:
-        """The weight of every example, float64, shape (examples,); None if there are none.
+        """Returns the weight of every example, float64, shape (examples,); None if there are none.
 
         Args:
-            targets: Of all examples.
-            number: Of the examples.
+            targets: Targets of all examples.
+            number: Number of the examples.
 
         Raises:
             TypeError, ValueError: They are no weights, or not one for each example.
@@ -521,8 +359,7 @@ class GivenWeights:
                 "Expected targets that are classes, or one-hot rows, with class_weight, got an "
                 f"array of shape {array.shape}. Use sample_weight."
             )
-        missing = sorted(set(labels.astype(int).tolist()) - set(known))
-        if missing:
+        if missing := sorted(set(labels.astype(int).tolist()) - set(known)):
             raise ValueError(
                 f"Expected class_weight for every class, got none for class {missing[0]}: its "
                 "weight has to be known before the data is."
@@ -555,19 +392,19 @@ class HeldExamples:
     Floating point numbers have the precision of Keras, as `Model.fit` converts them.
 
     Attributes:
-        given: The weights that fit was told, or that came with the examples.
-        batch_size: That a pipeline says, or None.
+        given: Weights that fit was told, or that came with the examples.
+        batch_size: Batch size that a pipeline says, or None.
 
     Args:
-        x: An array, or a structure of arrays, whose first axis is that of the examples; or a
-            Dataset of pairs, single or in batches, a Sequence of Keras or a generator of batches,
-            each of which is read once. Triples have a weight of every example beside.
+        x: Array, or structure of arrays, whose first axis is that of the examples; or a Dataset of
+            pairs, single or in batches, a Sequence of Keras or a generator of batches, each of
+            which is read once. Triples have a weight of every example beside.
         y: Targets, likewise; None if x is a Dataset.
-        weights: Of classes and examples.
-        steps: The batches of a generator.
+        weights: Weights of classes and examples.
+        steps: Batches of a generator.
 
     Raises:
-        UnsupportedRunError: They are not arrays, or the Dataset repeats examples.
+        UnsupportedRunError: They are not arrays, or the Dataset is infinite.
         ValueError: They have not the same number of examples, or none.
     """
 
@@ -577,7 +414,8 @@ class HeldExamples:
         weights = weights or GivenWeights()
         self._source = x
         self.batch_size: int | None = None
-        self._is_read = isinstance(x, tf.data.Dataset) or _comes_in_batches(x)
+        sources = (tf.data.Dataset, tf.keras.utils.Sequence)
+        self._is_read = isinstance(x, sources) or inspect.isgenerator(x)
         if self._is_read:
             if weights.of_examples is not None:
                 raise refusal(
@@ -585,10 +423,13 @@ class HeldExamples:
                     "whose they are depends on its order. Let it give triples (example, target, "
                     "weight), or pass arrays."
                 )
-            if _comes_in_batches(x):
-                (x, y, *read), self.batch_size = _read_batches(x, y, steps)
-            else:
-                x, y, *read = self._read(x, y)
+            found, self.batch_size = _read(x, y, steps)
+            if len(found) not in (2, 3):
+                raise refusal(
+                    "Expected pairs (example, target), or triples with weights, got "
+                    f"{len(found)} parts."
+                )
+            x, y, *read = found
             if read:
                 weights = attrs.evolve(weights, of_examples=read[0])
         self.given = weights
@@ -602,22 +443,10 @@ class HeldExamples:
         """Takes what a step reads in the place of examples and targets, which are let go.
 
         Args:
-            inputs: What is read of all examples, a structure of tensors.
-            targets: As the loss of the step wants them.
+            inputs: Structure of tensors that is read of all examples.
+            targets: Targets as the loss of the step wants them.
         """
         self.x, self._inputs, self._targets = None, inputs, targets
-
-    def _read(self, dataset: tf.data.Dataset, y: Any) -> tuple[Any, ...]:
-        single = dataset.unbatch() if _depth(dataset) == 1 else dataset
-        found: tuple[Any, ...] = in_memory(single, y, may_have_weights=True)
-        if len(found) == 1:
-            raise refusal(
-                "Expected a Dataset of pairs (example, target), got examples without targets."
-            )
-        if single is not dataset:
-            first = next(iter(dataset))
-            self.batch_size = int(tf.nest.flatten(first)[0].shape[0])
-        return found
 
     def check_each_once(self) -> None:
         """Raises UnsupportedRunError, or logs a warning, if an example is there twice."""
@@ -626,10 +455,10 @@ class HeldExamples:
     def check_same(
         self, x: Any, y: Any, weights: GivenWeights, steps: int | None = None
     ) -> GivenWeights:
-        """Raises UnsupportedRunError unless these are the examples, in their order.
+        """Returns the weights of these examples, as `given`.
 
-        Returns:
-            Their weights, as `given`.
+        Raises:
+            UnsupportedRunError: They are not the examples of the run, in their order.
         """
         if self._is_read and x is self._source and y is None and weights.of_examples is None:
             return self.given  # of which this is a copy
@@ -643,18 +472,15 @@ class HeldExamples:
         return found.given
 
     def first(self, rows: int) -> tuple[Any, Any]:
-        """The first examples and their targets."""
+        """Returns the first examples and their targets."""
         found: tuple[Any, Any] = tf.nest.map_structure(lambda part: part[:rows], (self.x, self.y))
         return found
 
     def taken(self, indices: tf.Tensor) -> tuple[Any, ...]:
-        """What a step reads of these examples: inputs, targets, and weights if there are any.
+        """Returns what a step reads of these examples: inputs, targets, and weights if any.
 
         Args:
-            indices: Of the examples, shape (rows,).
-
-        Returns:
-            Parts of shape (rows, ...).
+            indices: Indices of the examples, shape (rows,).
         """
         kept = [self._inputs, self._targets]
         if self.weights is not None:
@@ -662,7 +488,7 @@ class HeldExamples:
         return tuple(_gathered(structure, indices) for structure in kept)
 
     def given_targets(self, indices: tf.Tensor) -> Any:
-        """The targets of these examples as they were given, likewise."""
+        """Returns the targets of these examples as they were given."""
         return _gathered(self.y, indices)
 
 
@@ -686,7 +512,7 @@ def _copied(name: str, structure: Any) -> Any:
 
 
 def _digest(structure: Any) -> str:
-    """Of every bit of a structure of tensors, and of its form."""
+    """Returns a hash of every bit of a structure of tensors, and of its form."""
     found = hashlib.blake2b(
         repr(tf.nest.map_structure(lambda part: getattr(part, "shape", None), structure)).encode()
     )
