@@ -14,6 +14,7 @@ from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     DiceKerasSGDOptimizer,
     HiddenStateCallback,
+    PrivateRun,
     make_private,
 )
 from hidden_state_adapters.tf_privacy.head_losses import RowLosses, known_loss
@@ -122,10 +123,71 @@ def begin(
         parts if isinstance(parts, tf.keras.Model) else tf.keras.Sequential(parts),
         loss_geometry=loss_geometry,
         feature_norm=feature_norm,
+        batch_order="cyclic",
     )
     model.compile(optimizer(1.5, 2.0, learning_rate=0.5, **options), loss, run_eagerly=eagerly)
     model.fit(x, y, batch_size=BATCH, epochs=0, verbose=0)
     return model
+
+
+def private_run(parts, loss, optimizer="sgd", targets="classes", **settings):
+    x, y = make_data(targets)
+    run = PrivateRun(
+        tf.keras.Sequential(parts), x, y, loss=loss, optimizer=optimizer, batch_size=BATCH,
+        **{"l2_norm_clip": 1.5, "noise_multiplier": 2.0, **settings},
+    )  # fmt: skip
+    run.train(2, verbose=False)
+    return run
+
+
+def test_a_bound_on_the_features_makes_a_known_loss_hide_the_iterates():
+    """As for Opacus; it used to be ignored without loss_geometry="auto"."""
+    run = private_run([LINEAR(CLASSES)], SPARSE, feature_norm=1.0)
+    auto = private_run([LINEAR(CLASSES)], SPARSE, feature_norm=1.0, loss_geometry="auto")
+    assert run.privacy_event == auto.privacy_event
+    assert run.privacy_event.loss == SOFTMAX(1.0, bias=True)
+
+
+FOCAL = none(losses.BinaryFocalCrossentropy, from_logits=True)
+WHY = {
+    "no bound": (([LINEAR(CLASSES)], SPARSE), {}, "feature_norm=, a bound on the L2 norm"),
+    "two layers": (([LINEAR(5), LINEAR(CLASSES)], SPARSE), {}, "deep networks among them"),
+    "unknown loss": (
+        ([LINEAR(1)], FOCAL), {"targets": "labels", "feature_norm": 1.0},
+        "got BinaryFocalCrossentropy",
+    ),
+    "another update": (
+        ([LINEAR(CLASSES)], SPARSE), {"optimizer": "adam", "feature_norm": 1.0},
+        "Update rule: Adam",
+    ),
+    "add or remove": (
+        ([LINEAR(CLASSES)], SPARSE),
+        {"neighboring_relation": "add_or_remove_one", "sampling_rate": 0.3, "feature_norm": 1.0},
+        "bounds on hidden iterates need REPLACE_SPECIAL",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_the_report_says_why_every_step_counts(name):
+    (parts, loss), settings, text = WHY[name]
+    run = private_run(parts, loss, **settings)
+    report = " ".join(run.report(1e-5).split())
+    assert run.privacy_event.loss is None
+    assert text in report
+    assert "needs FULL or CYCLIC" not in report
+    assert "Batches are Poisson, the default of batch_order=." in report
+
+
+def test_a_clip_norm_just_above_the_longest_gradient():
+    run = private_run([LINEAR(CLASSES)], SPARSE, feature_norm=1.0, l2_norm_clip="auto")
+    assert 2 < run.privacy_event.clip_norm < 2.001
+    weights = {"class_weight": {0: 2.0, 1: 1.0, 2: 1.0}}
+    run = private_run([LINEAR(CLASSES)], SPARSE, feature_norm=1.0, l2_norm_clip="auto", **weights)
+    assert 4 < run.privacy_event.clip_norm < 4.001
+    for settings, text in (({}, "feature_norm="), ({"loss_geometry": ROUGH}, "the loss has none")):
+        with pytest.raises(hsa.UnsupportedRunError, match=f'got "auto".*{text}'):
+            private_run([LINEAR(CLASSES)], SPARSE, l2_norm_clip="auto", **settings)
 
 
 def functional():
@@ -134,7 +196,7 @@ def functional():
     return tf.keras.Model(inputs, LINEAR(CLASSES)(frozen))
 
 
-SOFTMAX = hsa.LossGeometry.softmax_cross_entropy
+SOFTMAX, ROUGH = hsa.LossGeometry.softmax_cross_entropy, hsa.LossGeometry.smooth(2.0)
 ACCEPTED = {
     "softmax": ([LINEAR(CLASSES, use_bias=False)], SPARSE, SOFTMAX(1.0)),
     "bias": ([LINEAR(CLASSES)], SPARSE, SOFTMAX(1.0, bias=True)),
@@ -167,6 +229,7 @@ def test_what_is_derived_and_what_is_declared_is_named():
             tf.keras.Sequential([LINEAR(CLASSES, use_bias=False)]),
             loss_geometry=declared,
             feature_norm=1.0,
+            batch_order="cyclic",
         )
         model.compile(CyclicDPKerasSGDOptimizer(1.5, 2.0, learning_rate=0.5), SPARSE)
         # After one epoch epsilon is that of composition, which needs no geometry.

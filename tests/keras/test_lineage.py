@@ -173,6 +173,7 @@ def test_a_deep_copy_of_a_layer(make_run, new_process):
     run = make_run()
     layer = run.model.layers[0]
     before = private_run(layer, run)
+    private_run(copy.deepcopy(layer), run)  # of which nothing is known yet
     before.train(1, verbose=False)
     first = before.privacy_event
     copied = copy.deepcopy(layer)
@@ -242,6 +243,12 @@ def steps_that_nobody_recorded(make_run):
     second_run(make_run, run.model)
 
 
+def steps_beside_the_record(make_run):
+    run = trained(make_run)
+    run.model.fit(run.data, verbose=0)
+    second_run(make_run, run.model)
+
+
 def a_run_that_ended(make_run):
     run = make_run()
     stop = callbacks.LambdaCallback(
@@ -286,6 +293,7 @@ def an_optimizer_that_counts_steps_of_other_weights(make_run):
 CASES = [
     (82, changed_since, "something else has changed the weights since"),
     (82, steps_that_nobody_recorded, "nobody recorded its steps"),
+    (82, steps_beside_the_record, "took steps that are not recorded"),
     (82, a_run_that_ended, "stopped early"),
     (82, a_copy_that_its_run_has_left_behind, "step 6 left: the run went on to step 12"),
     (82, layers_of_different_steps, "different steps of it, not all of them released"),

@@ -41,7 +41,7 @@ def crossentropy(**kwargs):
 
 def make(optimizer, **settings):
     head = layers.Dense(CLASSES, kernel_initializer="ones")
-    model = HiddenStateSequential([head], **settings)
+    model = HiddenStateSequential([head], **{"batch_order": "cyclic", **settings})
     model.build((None, FEATURES))
     model.compile(optimizer, crossentropy(), run_eagerly=True)
     return model
@@ -154,10 +154,11 @@ def test_noise_is_added_once(name, monkeypatch):
         np.testing.assert_allclose(moved, 3 * RATE * CLIP * NOISE / BATCH, rtol=1e-5)
 
 
-def test_the_model_may_say_another_order():
-    model = fit(make(cyclic(), batch_order="poisson", num_steps=6))
+@pytest.mark.parametrize("optimizer", [cyclic(), dice()], ids=["cyclic", "dice"])
+def test_batches_are_poisson_unless_the_model_says_otherwise(optimizer):
+    model = fit(make(optimizer, batch_order=None))
     assert model.privacy_event.batch_order is hsa.BatchOrder.POISSON
-    assert make(SGD(RATE), l2_norm_clip=CLIP)._settings.order is hsa.BatchOrder.POISSON
+    assert "Batches are Poisson" in model.report(1e-5)
 
 
 def test_a_model_that_was_made_private(tmp_path):

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import HiddenStateSequential
-from hidden_state_adapters.tf_privacy.record import check_layers
+from hidden_state_adapters.tf_privacy.trained_part import check_layers
 
 layers = tf.keras.layers
 NUMBERS = np.arange(24, dtype="float32").reshape(12, 2)

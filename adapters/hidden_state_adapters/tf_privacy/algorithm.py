@@ -142,6 +142,17 @@ class UpdateRule:
             microbatch=steps.examples_of_record,
         )
 
+    def knows_losses(self, optimizer: Any, variables: Sequence[Any]) -> bool:
+        """Returns whether what is known of a loss lowers epsilon: along plain SGD, in one block.
+
+        Args:
+            optimizer: Optimizer that Keras has compiled.
+            variables: Variables that are trained.
+        """
+        if self.takes_gradient_bound:
+            return True
+        return Update(optimizer, variables).is_plain_sgd and len(self.blocks_of(variables)) <= 1
+
     def with_places(self, model: Any) -> UpdateRule:
         """Returns a rule for files, with the places of variables among those of a model.
 
@@ -201,7 +212,8 @@ class Algorithm:
         self._strategy = getattr(variables[0], "distribute_strategy", None)
         if self._strategy is not None:
             _check_replicas(rule, update)
-        assert settings.l2_norm_clip is not None  # compile has asked for it
+        settings = settings.with_clip_norm(math.inf, "a loop of somebody else has none")
+        assert isinstance(settings.l2_norm_clip, float)  # compile has asked for it
         self._rule, self._given_plan = rule, plan
         self.settings, self.update = settings, update
         noise, self._blocks = settings.noise_multiplier, rule.blocks_of(variables)

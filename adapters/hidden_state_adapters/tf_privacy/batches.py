@@ -48,7 +48,7 @@ class Dealer:
 
 
 def multiple_of_sizes(*, is_compiled: bool, expected: int) -> int:
-    """What the rows of every batch are filled up to a multiple of.
+    """Returns the number that the rows of every batch are filled up to a multiple of.
 
     XLA compiles every size anew, so that random sizes, which spread by the root of their mean, are
     filled up to a few: more than 7 are rare, and half a spread of rows is in vain.
@@ -61,7 +61,7 @@ def multiple_of_sizes(*, is_compiled: bool, expected: int) -> int:
 
 
 def filled(rows: Any, multiple: int) -> Any:
-    """How many rows a batch is filled up to, as a tensor if `rows` is one; see above.
+    """Returns how many rows a batch is filled up to, as a tensor if `rows` is one; see above.
 
     A batch has at least `FEWEST_ROWS` on the device: not every operation takes none, and TensorFlow
     cannot vectorize every one over a single row.

@@ -20,18 +20,18 @@ from hidden_state_adapters.tf_privacy.record import (
     FILES_STAY_PRIVATE,
     INTERRUPTED,
     Dealt,
-    Figures,
     RecordedRun,
     checked_relation,
 )
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
+from hidden_state_adapters.tf_privacy.report import PrivacyReport
 from hidden_state_adapters.tf_privacy.settings import Declared
 
 _EQUAL = "batches of equal size, each once per epoch, one step each"
 
 
-class HiddenStateCallback(Figures, tf.keras.callbacks.Callback):
+class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
     """Gives the privacy of the model that Model.fit trained with an optimizer of this package.
 
     Every step is recorded with the values that it used. One callback follows one model with one

@@ -28,7 +28,7 @@ _WINDOWS, _LARGEST_SHIFT = 16, 64  # examples that are compared with the next on
 
 @attrs.frozen
 class CyclicBatches:
-    """What a dataset of `cyclic_dataset` holds.
+    """Sizes of a dataset of `cyclic_dataset`.
 
     Attributes:
         given: Number of examples that were given.
@@ -59,7 +59,7 @@ class CyclicDataset(tf.data.Dataset):  # type: ignore[misc]
 
     @property
     def element_spec(self) -> Any:
-        """As of every Dataset."""
+        """Types of the elements."""
         return self._dataset.element_spec
 
     def _inputs(self) -> list[Any]:

@@ -271,7 +271,7 @@ class DiceUpdate(UpdateRule):
     def moves_by(self, settings: Settings, update: Update, variables: Sequence[Any]) -> DiceRule:
         """See `UpdateRule.moves_by`."""
         clip = self.error_l2_norm_clip or settings.l2_norm_clip
-        assert clip is not None
+        assert isinstance(clip, float)
         return DiceRule(update.rule(), variables, error_clip=clip, automatic=self.automatic)
 
     def described(self, steps: Algorithm, declared: Declared) -> DiceSGD:

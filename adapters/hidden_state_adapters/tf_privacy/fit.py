@@ -23,8 +23,8 @@ class Fit:
         foreign: Names of the callbacks that Keras did not write.
 
     Args:
-        run: Of the model.
-        model: It is compiled.
+        run: Private run of the model.
+        model: Compiled model.
         callbacks: The user's.
         pace: How many steps are made between two looks; None for as many as take a moment, where
             no callback waits for every batch.
@@ -66,10 +66,11 @@ class Fit:
         """Trains the epochs from `first` to before `last`.
 
         Args:
-            first: Their numbers are Keras'.
-            last: Likewise.
-            verbose: As in Keras, a number.
-            validation: Of an epoch and the list of all callbacks gives what validation shows.
+            first: Number of the first epoch.
+            last: Number after that of the last epoch.
+            verbose: Mode of the progress bar, a number.
+            validation: Function of an epoch and the list of all callbacks that gives the metrics of
+                the validation.
 
         Returns:
             Keras' History.
@@ -119,7 +120,7 @@ class Fit:
         return logs
 
     def _end(self) -> None:
-        """What EarlyStopping has put back is the newest; nothing else may have stopped the run."""
+        """Takes what EarlyStopping has put back for the newest; nothing else may have stopped."""
         run, steps = self._run, self._run.steps
         stopped = any(callback.stopped_epoch for callback in self._stopping)
         moved = not steps.is_iterate(keras_api.trained(self._model))
@@ -140,7 +141,7 @@ class Fit:
 
 
 def _without_loss(shown: dict[str, Any]) -> dict[str, Any]:
-    """What is shown of metrics; Keras' mean of the loss is that of evaluate."""
+    """Returns what is shown of metrics; Keras' mean of the loss is that of evaluate."""
     return {name: value for name, value in shown.items() if name != "loss"}
 
 

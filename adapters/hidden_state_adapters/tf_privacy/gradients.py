@@ -23,7 +23,7 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.rowwise import takes_examples_alone
 
 Losses = Callable[[Any, Any], tf.Tensor]
-"""Of targets and outputs: one loss for each example."""
+"""Function of targets and outputs that gives one loss for each example."""
 
 _PRECISIONS = (tf.float32, tf.float64)
 # Of TensorFlow, where products are broken, and since when they are mended.
@@ -32,13 +32,10 @@ _LONGEST_BLOCK = 256  # entries
 
 
 def squared_lengths(rows: tf.Tensor) -> tf.Tensor:
-    """The squared L2 norm of every row, float64, shape (rows,).
+    """Returns the squared L2 norm of every row of shape (rows, ...), float64, shape (rows,).
 
     Squares are added up in the precision of the rows within blocks of at most 256 entries, which
     is as fast as it gets, and in float64 across them, so that no long sum is too small.
-
-    Args:
-        rows: Shape (rows, ...).
     """
     entries = rows.shape[1:].num_elements()
     count, block = -1, 1  # where the shape is not known
@@ -50,21 +47,22 @@ def squared_lengths(rows: tf.Tensor) -> tf.Tensor:
 
 
 def sum_of_rows(rows: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
-    """The sum of rows, each times its factor of shape (rows,), in the precision of the rows."""
+    """Returns the sum of rows, each times its factor of shape (rows,), in their precision."""
     return tf.tensordot(tf.cast(factors, rows.dtype), rows, 1)
 
 
 @attrs.frozen(eq=False)
 class ExampleGradients:
-    """What one batch gave, before anything is clipped.
+    """Gradients of one batch before anything is clipped.
 
     Attributes:
-        outputs: Of the model; None of losses that an optimizer was given.
-        losses: Shape (rows,).
-        norms: Of the gradient of every example, for all variables together; float64, shape (rows,).
-        weighted_sum: Of factors of shape (rows,), in float64: the sums over the examples of factor
-            times gradient, for every variable. A factor of 0 leaves an example out even if its
-            gradient is not finite.
+        outputs: Outputs of the model; None of losses that an optimizer was given.
+        losses: Losses of shape (rows,).
+        norms: Norms of the gradient of every example, for all variables together; float64, shape
+            (rows,).
+        weighted_sum: Function of float64 factors of shape (rows,) that gives for every variable the
+            sum over the examples of factor times gradient. A factor of 0 leaves an example out even
+            if its gradient is not finite.
     """
 
     outputs: Any
@@ -80,12 +78,12 @@ def of_rows(
     *,
     has_padding: bool,
 ) -> ExampleGradients:
-    """Of gradients that are all there.
+    """Returns those of gradients that are all there, each with an axis of examples first.
 
     Args:
-        gradients: By every variable, each with an axis of examples first.
-        losses: Of the examples.
-        outputs: Of the model, if they are known.
+        gradients: Gradients by every variable.
+        losses: Losses of the examples.
+        outputs: Outputs of the model, if they are known.
         has_padding: Whether rows with a factor of 0 are left out though they are not finite; XLA
             writes all rows anew for it.
     """
@@ -102,7 +100,7 @@ def of_rows(
 
 
 def times(found: ExampleGradients, weights: tf.Tensor) -> ExampleGradients:
-    """The same of losses times weights, which are those of the gradients as well."""
+    """Returns the same of losses times weights, which are those of the gradients as well."""
     return attrs.evolve(
         found,
         losses=found.losses * tf.cast(weights, found.losses.dtype),
@@ -143,8 +141,8 @@ def check_loss(
     """Returns the loss if it has one entry per example, as far as can be seen here.
 
     Args:
-        loss: Of a batch.
-        num_microbatches: As declared.
+        loss: Loss of a batch.
+        num_microbatches: Number that was declared.
         may_be_empty: Whether a batch may have no rows.
         may_have_axes: Whether a row may have several entries, of which TensorFlow Privacy takes
             the mean: its rows are known not to depend on each other.
@@ -191,19 +189,17 @@ def check_loss(
 
 
 def _may_be_broadcast(shape: tf.TensorShape) -> bool:
-    """Whether a second axis may be one of examples, too: it is as long as the first, or unknown."""
+    """Returns whether a second axis may be one of examples: as long as the first, or unknown."""
     return any(size != 1 and (None in (size, shape[0]) or size == shape[0]) for size in shape[1:])
 
 
 class RowByRow:
-    """Gradients of every example alone, for any model.
-
-    Each is computed from a batch of one, so that no example can have an influence on another's.
+    """Gradients of every example alone, for any model, each computed from a batch of one.
 
     Args:
-        model: It is built.
-        losses: Of the model.
-        variables: That the gradients are of.
+        model: Keras model that is built.
+        losses: Losses of the model.
+        variables: Variables that the gradients are of.
     """
 
     name = "row by row"
@@ -216,17 +212,12 @@ class RowByRow:
         _normalise_by_plain_operations(model)
 
     def gradients(self, examples: Any, targets: Any) -> ExampleGradients:
-        """Of a batch of at least one row.
-
-        Args:
-            examples: Shape (rows, ...).
-            targets: Likewise.
-        """
+        """Returns those of a batch of at least one row."""
         gradients, losses, outputs = for_each_row(self.of_row, (examples, targets))
         return of_rows(gradients, losses, outputs, has_padding=True)
 
     def of_row(self, row: tuple[Any, Any]) -> tuple[list[tf.Tensor], tf.Tensor, tf.Tensor]:
-        """The gradients, the loss and the outputs of one, without the axis of rows."""
+        """Returns gradients, loss and outputs of one example, without the axis of rows."""
         example, target = tf.nest.map_structure(lambda part: part[tf.newaxis], row)
         with tf.GradientTape() as tape:
             outputs = self._model(example, training=self.training)
@@ -259,7 +250,7 @@ class ThroughLinearLayers:
         """Returns it if the structure of the model tells that it gives the gradients, else None.
 
         Args:
-            model: As for the class, as are losses and variables.
+            model: Keras model that is built.
             losses: Losses of the model.
             variables: Variables that the gradients are of.
             examples: Some examples, at least one.
@@ -357,7 +348,7 @@ def _joined(outputs: Any, logits: tf.Tensor | None = None) -> Any:
 
 @attrs.frozen(eq=False)
 class Product:
-    """What one linear layer did with a batch.
+    """Features and slopes of one linear layer for a batch.
 
     Attributes:
         layer: A `Dense` layer.
@@ -378,13 +369,13 @@ def of_products(
     losses: tf.Tensor,
     variables: Sequence[Any],
 ) -> ExampleGradients:
-    """Of layers whose gradient of one example is a product of features and slopes.
+    """Returns those of layers whose gradient of one example is a product of features and slopes.
 
     Args:
-        products: One for each layer.
-        outputs: Of the model.
-        losses: Of the examples.
-        variables: That the gradients are of: kernels and biases of the layers.
+        products: Products, one for each layer.
+        outputs: Outputs of the model.
+        losses: Losses of the examples.
+        variables: Kernels and biases that the gradients are of.
     """
     wanted = {variable.ref() for variable in variables}
 
@@ -488,7 +479,7 @@ def _is_linear(layer: Any) -> bool:
 
 
 def at_least(rows: tf.Tensor) -> tf.Tensor:
-    """The same of rows that are factors of a norm, with what squares of small numbers lose.
+    """Returns `squared_lengths` with what squares of small numbers lose, of factors of a norm.
 
     The other factor may be large, so that a length that is too small would not be clipped.
     """
@@ -497,13 +488,7 @@ def at_least(rows: tf.Tensor) -> tf.Tensor:
 
 
 def _left_out(rows: tf.Tensor, lengths: tf.Tensor, factors: tf.Tensor) -> tf.Tensor:
-    """The rows, with 0 in those of factor 0 that are not finite, so that 0 times them is 0.
-
-    Args:
-        rows: Shape (rows, ...).
-        lengths: Of the rows, which tell whether they are finite; shape (rows,).
-        factors: Likewise.
-    """
+    """Returns the rows, with 0 in those of factor 0 if any is not finite by its length."""
 
     def masked() -> tf.Tensor:
         is_kept = tf.reshape(tf.not_equal(factors, 0), [-1, *[1] * (rows.shape.rank - 1)])

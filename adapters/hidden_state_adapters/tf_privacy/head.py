@@ -7,6 +7,7 @@ changes later in what comes before the head has an influence on it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -103,17 +104,17 @@ class Head:
 
     @property
     def activation(self) -> str:
-        """The name of what follows the linear predictions."""
+        """Name of what follows the linear predictions."""
         own = self.layer.activation
         return _ACTIVATIONS.get(own) or str(getattr(own, "__name__", repr(own)))
 
     # Features
 
     def features(self, x: Any) -> tf.Tensor:
-        """What the layer gets of all examples, shape (examples, entries); never of several at once.
+        """Returns what the layer gets of every example, shape (examples, entries).
 
         Args:
-            x: Examples, a structure of tensors.
+            x: Structure of tensors of all examples.
 
         Raises:
             UnsupportedRunError: They are no fixed map of each example alone, or the model ends with
@@ -165,7 +166,7 @@ class Head:
                 )
 
     def _pass(self, examples: Any, *, training: bool) -> tf.Tensor:
-        """What goes into the layer in one pass of the model."""
+        """Returns what goes into the layer in one pass of the model."""
         calls: list[tuple[Any, Any]] = []
         call = self.layer.call
 
@@ -200,13 +201,13 @@ class Head:
 
 @attrs.frozen(eq=False)
 class HeadRun:
-    """What the steps of a head run read.
+    """Inputs of the steps of a head run.
 
     Attributes:
-        head: The layer.
-        features: Of all examples, shape (examples, entries).
-        targets: Of all examples, as `evaluate` wants them.
-        evaluate: Value and slope of the loss by the linear predictions.
+        head: Layer that is trained.
+        features: Features of all examples, shape (examples, entries).
+        targets: Targets of all examples, as `evaluate` wants them.
+        evaluate: Function that gives losses and their slopes by the linear predictions.
     """
 
     head: Head
@@ -216,25 +217,39 @@ class HeadRun:
 
     @property
     def inputs(self) -> tuple[tf.Tensor, tf.Tensor]:
-        """What a step reads of all examples beside the targets: features, squared lengths."""
+        """Features and their squared lengths, which a step reads beside the targets."""
         return self.features, at_least(self.features)
 
 
-def begin(
-    model: Any, losses: RowLosses, x: Any, y: Any, declared: Declared
-) -> tuple[Declared, HeadRun | None, list[Assumption]]:
+@attrs.frozen
+class Known:
+    """Knowledge about the loss of a run before its first step.
+
+    Attributes:
+        declared: Declarations that the run is accounted with.
+        head: What its steps read, if a bound on the features was given.
+        checked: What was checked.
+        why_not: Reason why the loss is not known, in words; "" if it is, or was declared.
+    """
+
+    declared: Declared
+    head: HeadRun | None
+    checked: list[Assumption]
+    why_not: str = ""
+
+
+def look_at(
+    model: Any, losses: RowLosses, x: Any, y: Any, declared: Declared, *, is_of_use: bool
+) -> Known:
     """Makes the features of a head run, and reads off what is known of its loss.
 
     Args:
-        model: It is built.
-        losses: Of the user.
+        model: Keras model or layer that is built.
+        losses: Loss of the user.
         x: All examples.
         y: Their targets.
-        declared: What is said of the loss.
-
-    Returns:
-        What the run is accounted with, what its steps read, if a bound on the features was given,
-        and what was checked.
+        declared: Declarations of the user.
+        is_of_use: Whether a geometry that is not asked for would be of use: of plain SGD.
 
     Raises:
         UnsupportedRunError: The model has no head, or what is said of it does not hold.
@@ -243,7 +258,9 @@ def begin(
     if norm is None:
         if given is not None:
             _check_without_norm(given, keras_loss, model, x)
-        return declared, None, [Assumption.checked(_SINGLY)]
+        is_of_use &= given is None and math.isinf(declared.gradient_bound)
+        why_not = _without_norm(model, losses, y) if is_of_use else ""
+        return Known(declared, None, [Assumption.checked(_SINGLY)], why_not)
     if tf.nest.is_nested(y):
         raise refusal("Expected one array of targets beside feature_norm, got several.")
     head = Head(model)
@@ -251,27 +268,51 @@ def begin(
     check_norms(features, norm)
     how = _BY_STRUCTURE if takes_examples_alone(model, x) else _MADE_TWICE
     checked = [Assumption.checked(f"{_IN_CLOSED_FORM}, {how}")]
-    if not declared.is_automatic:
-        if given is not None:
-            check_smoothness(given, keras_loss, head, features)
+    why_not = ""
+    is_of_use &= given is None and math.isinf(declared.gradient_bound)
+    if declared.is_automatic or is_of_use:
+        try:
+            loss = known_loss(losses, head.activation, head.outputs, y.numpy())
+        except UnsupportedRunError as error:
+            if declared.is_automatic:
+                raise
+            why_not = str(error)
+        else:
+            known = attrs.evolve(
+                declared,
+                loss_geometry=loss.geometry(norm, head.has_bias),
+                source=f"that of {loss.name} and one linear layer on features of norm at most "
+                f"{norm:g}, which every example of the data set has",
+            )
+            return Known(known, HeadRun(head, features, loss.targets, loss.evaluate), checked)
+    if given is not None:
+        check_smoothness(given, keras_loss, head, features)
 
-        def evaluate(targets: Any, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-            values, (slopes,) = losses.with_slopes(targets, (predictions,), head.layer.activation)
-            return values, slopes
+    def evaluate(targets: Any, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        values, (slopes,) = losses.with_slopes(targets, (predictions,), head.layer.activation)
+        return values, slopes
 
-        return declared, HeadRun(head, features, y, evaluate), checked
-    loss = known_loss(losses, head.activation, head.outputs, y.numpy())
-    known = attrs.evolve(
-        declared,
-        loss_geometry=loss.geometry(norm, head.has_bias),
-        source=f"that of {loss.name} and one linear layer on features of norm at most {norm:g}, "
-        "which every example of the data set has",
+    return Known(declared, HeadRun(head, features, y, evaluate), checked, why_not)
+
+
+def _without_norm(model: Any, losses: RowLosses, y: Any) -> str:
+    """Returns why nothing is known of a loss where no bound on the features was given."""
+    try:
+        head = Head(model)
+        known_loss(losses, head.activation, head.outputs, y.numpy())
+    except (UnsupportedRunError, AttributeError):  # several arrays of targets
+        return (
+            "hidden iterates are accounted for one trained Dense layer on fixed features, with a "
+            "loss of known constants. Other models, deep networks among them, gain nothing"
+        )
+    return (
+        "feature_norm=, a bound on the L2 norm of every example's features at the last layer, was "
+        "not given: with it the loss is known, and the iterates before the last one are hidden"
     )
-    return known, HeadRun(head, features, loss.targets, loss.evaluate), checked
 
 
 def _check_without_norm(given: LossGeometry, keras_loss: Any, model: Any, x: Any) -> None:
-    """What the user says of a loss whose features nobody was told to measure."""
+    """Checks a declared geometry where there is no bound on the features."""
     try:
         head = Head(model)
     except UnsupportedRunError:
@@ -310,10 +351,10 @@ def check_smoothness(
     No gradient shows it: the squared error has no Lipschitz constant that steps are compared with.
 
     Args:
-        declared: The user's word.
-        keras_loss: Of the run.
-        head: The layer.
-        features: Of all examples.
+        declared: Geometry that the user declares.
+        keras_loss: Loss of the run.
+        head: Layer that is trained.
+        features: Features of all examples.
 
     Raises:
         UnsupportedRunError: The curvature at an example is larger than declared.
@@ -335,8 +376,8 @@ class OfHead:
     """Gradients of a head, from features and the slopes of the loss.
 
     Args:
-        run: What its steps read.
-        variables: That the gradients are of.
+        run: Inputs of its steps.
+        variables: Variables that the gradients are of.
     """
 
     name = "of the head, in closed form"
@@ -346,7 +387,7 @@ class OfHead:
         self._variables = list(variables)
 
     def gradients(self, inputs: tuple[Any, Any], targets: Any) -> ExampleGradients:
-        """Of a batch of `HeadRun.inputs`."""
+        """Returns those of a batch of `HeadRun.inputs`."""
         layer, (features, lengths) = self._layer, inputs
         linear = tf.matmul(features, keras_api.tensor_of(layer.kernel))
         if layer.use_bias:
@@ -358,7 +399,7 @@ class OfHead:
 
 
 def _lengthened(part: tf.Tensor, own: int) -> tf.Tensor:
-    """Rows of which those after `own` ones are much longer; whole numbers may be indices."""
+    """Returns rows of which those after `own` are much longer; whole numbers may be indices."""
     if not part.dtype.is_floating:
         return part
     factors = tf.where(tf.reduce_all(part == tf.round(part), axis=0), 1.0, _LONGER)

@@ -73,8 +73,8 @@ class RowLosses:
         """Losses of shape (examples,).
 
         Args:
-            targets: Of a batch.
-            outputs: Of the model, one tensor.
+            targets: Targets of a batch.
+            outputs: Outputs of the model, one tensor.
 
         Raises:
             UnsupportedRunError: The loss has not one row for each example.
@@ -131,17 +131,17 @@ def _type(value: Any) -> str:
     return "none" if value is None else type(value).__name__
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class HeadLoss:
-    """The loss of one example as a function of the linear predictions of a head.
+    """Loss of one example of a linear layer, whose constants are known.
 
     Attributes:
         name: Name of the loss.
-        evaluate: Function of targets and predictions, shape (examples, outputs), that gives the
-            values, shape (examples,), and the slopes in the predictions.
-        geometry: Constants in the parameters, of a bound on the norm of the features and whether
-            there is a bias.
-        targets: Targets of all examples: labels, or numbers of shape (examples, outputs).
+        evaluate: Function that gives losses, shape (examples,), and their slopes by the linear
+            predictions, of `targets` and predictions.
+        geometry: Function that gives the constants in the parameters, of a bound on the norm of the
+            features and whether a bias is trained.
+        targets: Targets of all examples, checked.
     """
 
     name: str
@@ -150,29 +150,26 @@ class HeadLoss:
     targets: tf.Tensor
 
 
-_FUNCTIONS = {
-    _losses.SparseCategoricalCrossentropy: _losses.sparse_categorical_crossentropy,
-    _losses.CategoricalCrossentropy: _losses.categorical_crossentropy,
-    _losses.BinaryCrossentropy: _losses.binary_crossentropy,
-    _losses.MeanSquaredError: _losses.mean_squared_error,
-    _losses.Huber: _losses.huber,
-    _losses.LogCosh: _losses.log_cosh,
+# By class: the function of Keras, and the activation of the head where from_logits is False.
+_LINEAR: dict[Any, tuple[Any, str]] = {
+    _losses.SparseCategoricalCrossentropy: (_losses.sparse_categorical_crossentropy, "softmax"),
+    _losses.CategoricalCrossentropy: (_losses.categorical_crossentropy, "softmax"),
+    _losses.BinaryCrossentropy: (_losses.binary_crossentropy, "sigmoid"),
+    _losses.MeanSquaredError: (_losses.mean_squared_error, "linear"),
+    _losses.Huber: (_losses.huber, "linear"),
+    _losses.LogCosh: (_losses.log_cosh, "linear"),
 }
-_ACTIVATIONS = {  # what the head ends with where from_logits is False
-    _losses.SparseCategoricalCrossentropy: "softmax",
-    _losses.CategoricalCrossentropy: "softmax",
-    _losses.BinaryCrossentropy: "sigmoid",
-}
+_SPARSE = (_losses.SparseCategoricalCrossentropy, EnvelopeSparseCategoricalCrossentropy)
 _NEUTRAL = {"axis": -1, "ignore_class": None}
 
 
 def _kind(loss: Any) -> type:
     """Returns the class of a loss, or of the loss that a function of Keras computes."""
-    return next((kind for kind, function in _FUNCTIONS.items() if loss is function), type(loss))
+    return next((kind for kind, (function, _) in _LINEAR.items() if loss is function), type(loss))
 
 
 def is_squared_error(loss: Any) -> bool:
-    """Whether it is Keras' mean squared error."""
+    """Returns whether it is Keras' mean squared error."""
     return _kind(loss) is _losses.MeanSquaredError
 
 
@@ -189,17 +186,28 @@ def known_loss(losses: RowLosses, activation: str, outputs: int, y: Any) -> Head
         UnsupportedRunError: Its constants are not known, or do not hold for a target; the text says
             why.
     """
-    loss = losses.keras_loss
-    kind = _kind(loss)
-    if kind in ENVELOPES:
-        return _envelope(losses, activation, outputs, y)
-    known = _linear_loss(loss, kind, activation, outputs)
-    is_sparse = kind is _losses.SparseCategoricalCrossentropy
+    loss, kind = losses.keras_loss, _kind(losses.keras_loss)
+    is_sparse, is_envelope = kind in _SPARSE, kind in ENVELOPES
+    if is_envelope:
+        _check_activation(activation, "linear", kind.__name__)
+        if outputs != 1 and kind in OF_ONE_OUTPUT:
+            raise refusal(f"Expected one output for {kind.__name__}, got {outputs}. Use Dense(1).")
+        geometry = loss.geometry
+    else:
+        known = _linear_loss(loss, kind, activation, outputs)
+        geometry = known.geometry
     targets = labels(y, outputs) if is_sparse else numbers(y, outputs)
-    if not is_sparse:
-        _check_targets(targets, known.is_target, known.wanted)
+    if is_envelope:  # its values tell which targets it is made for
+        values = losses(targets, tf.zeros([len(targets), outputs]))
+        _check_targets(targets, np.isfinite(values), f"what {kind.__name__} is made for")
+    elif not is_sparse:
+        is_fine = np.True_ if known.is_target is None else known.is_target(targets)
+        _check_targets(targets, is_fine, known.wanted)
 
     def evaluate(targets: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        if is_envelope:  # which finds both together
+            values, (slopes,) = losses.with_slopes(targets, (predictions,), tf.identity)
+            return values, slopes
         values = losses(targets, tf.keras.activations.get(activation)(predictions))
         rows = tf.one_hot(targets, outputs) if is_sparse else targets
         return values, known.slopes(predictions, tf.cast(rows, predictions.dtype))
@@ -207,35 +215,9 @@ def known_loss(losses: RowLosses, activation: str, outputs: int, y: Any) -> Head
     return HeadLoss(
         name=getattr(loss, "__name__", kind.__name__),
         evaluate=evaluate,
-        geometry=known.geometry,
-        targets=_constant(targets),
+        geometry=geometry,
+        targets=tf.constant(targets, tf.int64 if is_sparse else tf.keras.backend.floatx()),
     )
-
-
-def _envelope(losses: RowLosses, activation: str, outputs: int, y: Any) -> HeadLoss:
-    """Returns what an envelope loss, which finds values and slopes together, says of itself."""
-    loss = losses.keras_loss
-    name = type(loss).__name__
-    _check_activation(activation, "linear", name)
-    if outputs != 1 and isinstance(loss, OF_ONE_OUTPUT):
-        raise refusal(f"Expected one output for {name}, got {outputs}. Use Dense(1).")
-    is_sparse = isinstance(loss, EnvelopeSparseCategoricalCrossentropy)
-    targets = labels(y, outputs) if is_sparse else numbers(y, outputs)
-    values = losses(targets, tf.zeros([len(targets), outputs]))
-    _check_targets(targets, lambda _: np.isfinite(values), f"what {name} is made for")
-
-    def evaluate(targets: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        values, (slopes,) = losses.with_slopes(targets, (predictions,), tf.identity)
-        return values, slopes
-
-    return HeadLoss(
-        name=name, evaluate=evaluate, geometry=loss.geometry, targets=_constant(targets)
-    )
-
-
-def _constant(targets: np.ndarray) -> tf.Tensor:
-    is_label = targets.dtype == np.int64
-    return tf.constant(targets, tf.int64 if is_label else tf.keras.backend.floatx())
 
 
 def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> LinearLoss:
@@ -245,49 +227,46 @@ def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> Linear
         UnsupportedRunError: They are not known.
     """
     name = kind.__name__
-    if kind not in _FUNCTIONS:
-        known = ", ".join(kind.__name__ for kind in _FUNCTIONS)
+    if kind not in _LINEAR:
+        known = ", ".join(kind.__name__ for kind in _LINEAR)
         raise refusal(
             f'loss_geometry="auto" knows the envelope losses of this package, and {known} of '
             f"Keras, got {getattr(loss, '__name__', name)}. {DECLARE}"
         )
-    options = keras_api.options_of(loss) if isinstance(loss, kind) else {}
+    options, undone = keras_api.options_of(loss) if isinstance(loss, kind) else {}, _LINEAR[kind][1]
     for option, neutral in _NEUTRAL.items():
         if options.get(option, neutral) != neutral:
             raise refusal(
                 f'loss_geometry="auto" needs {option} = {neutral} in {name}, got '
                 f"{options[option]!r}. {DECLARE}"
             )
-    undone = "linear" if options.get("from_logits") else _ACTIVATIONS.get(kind, "linear")
-    _check_activation(activation, undone, name)
-    smoothing = options.get("label_smoothing", 0.0)
+    _check_activation(activation, "linear" if options.get("from_logits") else undone, name)
+    smoothing, delta = options.get("label_smoothing", 0.0), options.get("delta", 1.0)
     if not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
         raise refusal(
             f"Expected a number label_smoothing between 0 and 1, got {smoothing!r}: smoothed "
             "targets are no probabilities then."
         )
-    if _ACTIVATIONS.get(kind) == "softmax":
+    if not isinstance(delta, int | float) or not 0 < delta < math.inf:
+        raise refusal(f'loss_geometry="auto" needs a number delta > 0, got {delta!r}. {DECLARE}')
+    if undone == "softmax":
         return linear.softmax(TENSORFLOW, outputs, smoothing=smoothing)
-    if kind is _losses.BinaryCrossentropy:
+    if undone == "sigmoid":
         return linear.logistic(TENSORFLOW, outputs, smoothing=smoothing)
     if kind is _losses.LogCosh:
         return linear.log_cosh(TENSORFLOW, outputs)
     if kind is _losses.MeanSquaredError:
         return linear.residual(TENSORFLOW, outputs, scale=2.0)
-    delta = options.get("delta", 1.0)
-    if not isinstance(delta, int | float) or not 0 < delta < math.inf:
-        raise refusal(f'loss_geometry="auto" needs a number delta > 0, got {delta!r}. {DECLARE}')
     return linear.residual(TENSORFLOW, outputs, width=float(delta))
 
 
 def _check_activation(activation: str, expected: str, name: str) -> None:
-    if activation == expected:
-        return
-    raise refusal(
-        f'loss_geometry="auto" needs a last layer with activation {expected!r} for '
-        f"{name}, got {activation!r}: the loss has unknown constants then. Use Dense(...) without "
-        f"activation, and from_logits=True where the loss has it. {DECLARE}"
-    )
+    if activation != expected:
+        raise refusal(
+            f'loss_geometry="auto" needs a last layer with activation {expected!r} for {name}, got '
+            f"{activation!r}: the loss has unknown constants then. Use Dense(...) without "
+            f"activation, and from_logits=True where the loss has it. {DECLARE}"
+        )
 
 
 def labels(y: Any, classes: int) -> np.ndarray:
@@ -296,13 +275,13 @@ def labels(y: Any, classes: int) -> np.ndarray:
     Raises:
         UnsupportedRunError: They are not labels of so many classes.
     """
-    labels = np.asarray(y, dtype=np.float64)
-    labels = labels.reshape(len(labels), -1)
-    fits = (labels >= 0) & (labels < classes) & (labels == np.round(labels))
-    if labels.shape[1] != 1 or not fits.all():
-        bad = labels[~fits.all(axis=1)][:1].tolist() or f"rows of {labels.shape[1]}"
+    found = np.asarray(y, dtype=np.float64)
+    found = found.reshape(len(found), -1)
+    fits = (found >= 0) & (found < classes) & (found == np.round(found))
+    if found.shape[1] != 1 or not fits.all():
+        bad = found[~fits.all(axis=1)][:1].tolist() or f"rows of {found.shape[1]}"
         raise refusal(f"Expected labels from 0 to {classes - 1} as targets, got {bad}.")
-    return labels[:, 0].astype(np.int64)
+    return found[:, 0].astype(np.int64)
 
 
 def numbers(y: Any, outputs: int) -> np.ndarray:
@@ -311,23 +290,19 @@ def numbers(y: Any, outputs: int) -> np.ndarray:
     Raises:
         UnsupportedRunError: There are more or fewer.
     """
-    targets = np.asarray(y, dtype=np.float64)
-    targets = targets.reshape(len(targets), -1)
-    if targets.shape[1] != outputs:
+    found = np.asarray(y, dtype=np.float64)
+    found = found.reshape(len(found), -1)
+    if found.shape[1] != outputs:
         raise refusal(
             f"Expected {outputs} targets for each example, one for every output, got "
-            f"{targets.shape[1]}: targets must have the shape of the outputs that they are "
-            "compared with."
+            f"{found.shape[1]}: targets must have the shape of the outputs that they are compared "
+            "with."
         )
-    return targets
+    return found
 
 
-def _check_targets(
-    targets: np.ndarray, is_target: Callable[[np.ndarray], Any] | None, wanted: str
-) -> None:
-    fits = np.isfinite(targets.reshape(len(targets), -1)).all(axis=1)
-    if is_target is not None:
-        fits &= is_target(targets)
+def _check_targets(targets: np.ndarray, is_fine: Any, wanted: str) -> None:
+    fits = np.isfinite(targets.reshape(len(targets), -1)).all(axis=1) & is_fine
     if not fits.all():
         bad = int(np.argmin(fits))
         raise refusal(

@@ -82,7 +82,7 @@ def trained(model: Any) -> list[Any]:
 
 
 def fixed(model: Any) -> list[Any]:
-    """All other variables, which only something else than a step can change.
+    """Returns all other variables, which only something else than a step can change.
 
     Of Keras 3 also what it does not count as variables of the model: those of metrics that a layer
     updates, and TensorFlow's own in attributes. The states of its random numbers are apart.
@@ -114,7 +114,7 @@ def _own_variables(value: Any) -> Iterator[Any]:
 
 
 def variables(model: Any) -> list[Any]:
-    """All variables of a model."""
+    """Returns all variables of a model."""
     return [*trained(model), *fixed(model)] if IS_KERAS_3 else list(model.variables)
 
 
@@ -198,7 +198,7 @@ def config_of(model: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The configuration of a model, with its graph, which Keras 3 writes down of no subclass.
 
     Args:
-        model: Of inputs and outputs, or another one.
+        model: Model of inputs and outputs, or another one.
         config: What Keras says.
     """
     if not IS_KERAS_3 or not isinstance(model, Functional):
@@ -255,7 +255,7 @@ def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def update_options(optimizer: Any) -> dict[str, Any]:
-    """What an optimizer does beside a step along the gradient, by names; falsy if nothing."""
+    """Returns the options of an optimizer beside a step along the gradient; falsy if neutral."""
     if is_legacy(optimizer):
         hyper = optimizer._hyper
         return {

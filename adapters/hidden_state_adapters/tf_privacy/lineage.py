@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import attrs
 import numpy as np
@@ -66,7 +66,8 @@ class PastRun:
             UnsupportedRunError: What the weights show is not known.
         """
         newest = _newest.get(self.run_id)
-        why = self.refused if newest is None else newest.ended or self.refused
+        known = self if newest is None or newest.run is None else newest.snapshot()
+        why = known.refused or self.refused
         if newest is not None and newest.whole is not None:
             why = "the fit that trained it is not over."
         if why:
@@ -86,7 +87,7 @@ class PastRun:
                 "weights in between count as hidden. Start from the newest ones, or call release() "
                 "before the run goes on."
             )
-        return newest.snapshot()
+        return newest.snapshot()  # with the release
 
 
 def _each_once(runs: Iterable[PastRun]) -> tuple[PastRun, ...]:
@@ -104,21 +105,6 @@ def _each_once(runs: Iterable[PastRun]) -> tuple[PastRun, ...]:
     return tuple(found.values())
 
 
-class Trainer(Protocol):
-    """Maker of the steps of a run."""
-
-    @property
-    def variables(self) -> Sequence[Any]:
-        """Variables that it trains."""
-
-    @property
-    def has_stepped(self) -> bool:
-        """Whether it took a step."""
-
-    def has_left(self, variable: Any) -> bool:
-        """Returns whether a variable is as its last step left it."""
-
-
 class Lineage:
     """The run that trains some variables, and those before it; the variables refer to it.
 
@@ -133,10 +119,10 @@ class Lineage:
             choose how many do, or which are kept; None elsewhere.
 
     Args:
-        trainer: Maker of the steps.
+        trainer: `Algorithm` that makes its steps.
     """
 
-    def __init__(self, trainer: Trainer):
+    def __init__(self, trainer: Any):
         self._trainer = trainer
         self._before: dict[int, np.ndarray | None] = {}  # initial values, by the ids of variables
         self.run_id = secrets.token_hex(16)
@@ -147,12 +133,7 @@ class Lineage:
         self.whole: Callable[[], Run] | None = None
 
     def begin(self, earlier: tuple[PastRun, ...], run_id: str | None = None) -> None:
-        """Notes that the run is recorded.
-
-        Args:
-            earlier: Runs that the initial weights come from.
-            run_id: Name of the run that goes on; None for a new one.
-        """
+        """Notes that the run is recorded, after earlier ones; with a name it goes on."""
         self.run_id, self.earlier, self.ended = run_id or self.run_id, earlier, ""
         _newest[self.run_id] = self
 
@@ -194,8 +175,10 @@ class Lineage:
 
     def snapshot(self) -> PastRun:
         """Returns the run as it is now."""
-        run = self.run if self.whole is None else self.whole()
-        return PastRun(self.run_id, {} if run is None else run.state_dict(), self.ended)
+        run, why = self.run if self.whole is None else self.whole(), self.ended
+        if not why and self._trainer.last_step.steps != self.steps:
+            why = "it took steps that are not recorded."
+        return PastRun(self.run_id, {} if run is None else run.state_dict(), why)
 
     def release(self) -> None:
         """Counts the current weights as released."""
@@ -203,15 +186,18 @@ class Lineage:
             self.run.release()
             self.released = self.steps
 
-    def behind(self, variable: Any) -> tuple[PastRun, ...]:
-        """Returns the runs behind the value of a variable, which this one trains or has trained."""
-        before = self._before[id(variable)]
-        is_initial = before is not None and np.array_equal(before, variable.numpy())
-        if not self._trainer.has_stepped or is_initial:
+    def behind(self, variable: Any = None) -> tuple[PastRun, ...]:
+        """Returns the runs behind a variable that this one trains or has trained; None for all."""
+        if not self._trainer.has_stepped:
             return self.earlier
         past = self.snapshot()
-        if not past.refused and not self._trainer.has_left(variable):
-            past = attrs.evolve(past, refused="something else has changed the weights since.")
+        if variable is not None:
+            before = self._before[id(variable)]
+            if before is not None and np.array_equal(before, variable.numpy()):
+                return self.earlier
+            if not past.refused and not self._trainer.has_left(variable):
+                why = "something else has changed the weights since."
+                past = attrs.evolve(past, refused=why)
         return (*self.earlier, past)
 
     def check_newest(self, state: RunState, discard_later_steps: bool) -> None:
@@ -238,7 +224,7 @@ class Lineage:
 
     def __reduce__(self) -> Any:
         """Copies and pickles what the runs are at this moment; a copy trains nothing."""
-        return tuple, ((*self.earlier, self.snapshot()),)
+        return tuple, (self.behind(),)
 
 
 def _held(part: Any) -> Any:
@@ -267,12 +253,7 @@ def _behind(variables: Iterable[Any], layers: Iterable[Any] = ()) -> tuple[PastR
 
 
 def runs_behind(model: Any) -> tuple[PastRun, ...]:
-    """Returns the private runs that the weights of a model come from, each once.
-
-    The weights count as released from here on.
-
-    Args:
-        model: Keras model or layer that is built.
+    """Returns the private runs that the weights of a model come from; they count as released.
 
     Raises:
         UnsupportedRunError: What the weights show is not known.

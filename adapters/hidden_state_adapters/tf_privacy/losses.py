@@ -53,7 +53,7 @@ TENSORFLOW = Arrays(
 
 
 class EnvelopeLoss(tf.keras.losses.Loss):
-    """What the envelopes have in common.
+    """Base of the envelopes.
 
     Attributes:
         clip_norm: C.
@@ -138,8 +138,8 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
     Args:
         clip_norm: C, from 0.01 on; from sqrt(2) on it never acts.
         smoothing: m >= 0; of more than 0 is a smaller Lipschitz constant of the gradient.
-        reduction: As for Keras' losses; "none" for private training.
-        name: Of the loss.
+        reduction: Reduction of Keras' losses; "none" for private training.
+        name: Name of the loss.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -247,8 +247,8 @@ class EnvelopeBinaryCrossentropy(EnvelopeLoss):
     Args:
         clip_norm: C; from 1 on it never acts.
         smoothing: m >= 0.
-        reduction: As for Keras' losses; "none" for private training.
-        name: Of the loss.
+        reduction: Reduction of Keras' losses; "none" for private training.
+        name: Name of the loss.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -272,8 +272,8 @@ class EnvelopeHinge(EnvelopeLoss):
     Args:
         clip_norm: C; from 1 on it never acts.
         smoothing: m > 0.
-        reduction: As for Keras' losses; "none" for private training.
-        name: Of the loss.
+        reduction: Reduction of Keras' losses; "none" for private training.
+        name: Name of the loss.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -299,8 +299,8 @@ class EnvelopeSquaredError(EnvelopeLoss):
         clip_norm: C.
         smoothing: m >= 0.
         scale: 1 for half the squared error; MeanSquaredError of one output has 2.
-        reduction: As for Keras' losses; "none" for private training.
-        name: Of the loss.
+        reduction: Reduction of Keras' losses; "none" for private training.
+        name: Name of the loss.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.

@@ -26,8 +26,8 @@ from hidden_state_adapters.tf_privacy.lineage import (
     plain_runs_of,
 )
 from hidden_state_adapters.tf_privacy.other_callbacks import refuse_moved_rates
-from hidden_state_adapters.tf_privacy.record import Figures
 from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_adapters.tf_privacy.report import PrivacyReport
 from hidden_state_adapters.tf_privacy.run import Continued, Given, PrivateRun
 from hidden_state_adapters.tf_privacy.settings import Settings
 
@@ -41,12 +41,12 @@ _AFTER_RUNS = (
 _OWN = ("fit", "train_step", "compute_loss", "train_on_batch")
 
 
-class PrivateTraining(tf.keras.Model, Figures):
-    """What `HiddenStateModel` and `HiddenStateSequential` share; the arguments are described there.
+class PrivateTraining(tf.keras.Model, PrivacyReport):
+    """Base of `HiddenStateModel` and `HiddenStateSequential`; the arguments are described there.
 
     Args:
-        *args: Of the Keras model.
-        **kwargs: Of the Keras model, and those of `Settings`.
+        *args: Arguments of the Keras model.
+        **kwargs: Arguments of the Keras model, and those of `Settings`.
     """
 
     _how_to_begin = "Call fit."
@@ -86,21 +86,21 @@ class PrivateTraining(tf.keras.Model, Figures):
                 any optimizer of Keras otherwise; a `DiceUpdate` for DiceSGD, a
                 `BlockCoordinateUpdate` for DP-MBCD. Or one of the optimizers with noise of this
                 package: its clip, noise and all that it was made with are the model's then, which
-                adds the noise, once, and compiles its plain update. Where the model says no
-                batch_order its batches are cyclic.
+                adds the noise, once, and compiles its plain update; the batches are the model's.
             loss: A name, a function or an object of Keras with one loss for each example. Its
                 reduction over the batch does not matter: every example is clipped alone.
-            metrics: As in Keras. What they show of the training data has no guarantee.
+            metrics: Metrics, as in Keras. What they show of the training data has no guarantee.
             loss_weights: None.
             weighted_metrics: None.
-            run_eagerly: As in Keras; the gradients of a batch are made in a graph all the same.
+            run_eagerly: Whether the rest is eager; the gradients of a batch are made in a graph all
+                the same.
             steps_per_execution: Number of steps between two looks of the callbacks; None for as
                 many as take a moment, where no callback waits for every batch. Every step is
                 recorded all the same.
             jit_compile: Whether XLA compiles clip, noise and update; "auto", as Keras 3 says by
                 default, is False. Poisson batches are filled up to a few sizes with it; what fills
                 them up has no influence.
-            **kwargs: As in Keras.
+            **kwargs: Other arguments of Keras.
 
         Raises:
             UnsupportedRunError: Losses are weighted; optimizer and model say something else; or
@@ -179,23 +179,23 @@ class PrivateTraining(tf.keras.Model, Figures):
             batch_size: b; None for that of a Dataset of batches, else 32. Of Poisson batches of n
                 examples, ceil(n/b) are an epoch, and every example joins each with probability
                 1/ceil(n/b).
-            epochs: As in Keras; fix it in advance.
-            verbose: As in Keras.
-            callbacks: As in Keras. Those that choose by metrics or restore weights are refused.
+            epochs: Passes over the data, fixed in advance.
+            verbose: Mode of the progress bar.
+            callbacks: Callbacks. Those that choose by metrics or restore weights are refused.
             validation_split: 0.
-            validation_data: As in Keras.
+            validation_data: Data that metrics are computed on after an epoch.
             shuffle: True; `batch_order` says in which order batches are dealt.
             class_weight: Factors of the losses, by class: numbers that are public, and do not come
                 from how often a class occurs. As in Keras, batches are divided by their size.
             sample_weight: Factors of the losses, shape (examples,). That each depends on its
                 example only is declared by you. With a `loss_geometry` the model needs a
                 `weight_bound`. None if they come with x.
-            initial_epoch: As in Keras.
-            steps_per_epoch: Of Poisson batches and of those without replacement, any number; of a
-                generator, its batches.
-            validation_steps: As in Keras.
-            validation_batch_size: Likewise.
-            validation_freq: Likewise.
+            initial_epoch: Number of the first epoch.
+            steps_per_epoch: Number of steps, any of Poisson batches and of those without
+                replacement; of a generator its batches.
+            validation_steps: Number of batches of a validation.
+            validation_batch_size: Batch size of a validation.
+            validation_freq: Epochs between two validations, or a list of epochs.
             target_epsilon: Finds the smallest noise that meets it after the epochs of this call,
                 the first one of a run, with releases of ModelCheckpoint and runs before it; the
                 model was made without noise_multiplier, and `noise_multiplier` says what was found.
@@ -282,7 +282,7 @@ class PrivateTraining(tf.keras.Model, Figures):
         )
 
     def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """As `train_step`."""
+        """Raises UnsupportedRunError, as `train_step`."""
         return self.train_step(args)
 
     def _check_own_step(self) -> None:
@@ -294,9 +294,9 @@ class PrivateTraining(tf.keras.Model, Figures):
                     "trains is not known. Override call, or ask PrivateRun for the steps."
                 )
 
-    # Figures
+    # PrivacyReport
 
-    def _told_by(self) -> Figures:
+    def _told_by(self) -> PrivacyReport:
         return self if self._run is None else self._run
 
     # How it goes on elsewhere
@@ -433,20 +433,20 @@ class HiddenStateModel(PrivateTraining):
         training data (History, progress bar) have no privacy guarantee and must stay private.
 
     Args:
-        *args: Of tf.keras.Model: inputs and outputs, or none in a subclass that overrides `call`.
+        *args: Inputs and outputs, or none in a subclass that overrides `call`.
         l2_norm_clip: C, the bound on the norm of the gradient of one example, for all variables
-            together; None if the optimizer that it is compiled with says it.
+            together; "auto" for just above the longest gradient of a known loss, so that no clip
+            acts; None if the optimizer that it is compiled with says it.
         noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C;
             None if `fit` is to find it, for a target_epsilon, or the optimizer says it.
         num_microbatches: None, or the batch size: one example each.
-        num_steps: Of the whole run, declared before the first one: fit takes no more, and that
-            their number was fixed in advance is checked. Without it that is checked for a run of
-            one call of fit, whose epochs say it.
+        num_steps: Steps of the whole run, declared before the first one: fit takes no more, and
+            that their number was fixed in advance is checked. Without it that is checked for a run
+            of one call of fit, whose epochs say it.
         batch_order: A `BatchOrder` or its value: "poisson", "cyclic", "reshuffled",
             "shuffled_once", "balls_in_bins", "balls_in_bins_redrawn", "without_replacement" or
-            "full". None for "poisson", and for "cyclic" if it is compiled with one of the
-            optimizers that have noise.
-        max_batch_size: Of Poisson batches and balls in bins: beyond it examples are left out,
+            "full". None for "poisson".
+        max_batch_size: Cap of Poisson batches and balls in bins: beyond it examples are left out,
             uniformly, which is accounted.
         sampling_rate: Constant probability with which an example joins a Poisson batch, for
             ADD_OR_REMOVE_ONE, which hides the number of examples: an epoch then has 1/sampling_rate
@@ -458,11 +458,12 @@ class HiddenStateModel(PrivateTraining):
             plain SGD, or None. The event reads its l2, which contracts.
         projection_radius: R, or None for no projection: all trainable variables together are
             projected on the ball around 0.
-        loss_geometry: What is known about the loss of one example, before clipping. ``"auto"``
-            reads it off the compiled loss and the model, whose last layer is a `Dense` one and all
-            that is trained; a LossGeometry is declared by you. None is composition.
+        loss_geometry: What is known about the loss of one example, before clipping. None reads it
+            off the compiled loss and the model, whose last layer is a `Dense` one and all that is
+            trained, if there is a `feature_norm`, and is composition otherwise, for reasons that
+            the report names; ``"auto"`` refuses these. A LossGeometry is declared by you.
         feature_norm: B, a bound on the L2 norm of every example's features at the linear layer;
-            needed for "auto". All examples are measured before the first step.
+            needed for a known loss. All examples are measured before the first step.
         weight_bound: The largest `sample_weight` that an example could have, a public number; for
             runs whose loss is known. Constants of the loss are multiplied by it, and by the largest
             class_weight.
@@ -478,7 +479,7 @@ class HiddenStateModel(PrivateTraining):
         validation_data_is_public: Declares that validation_data are not private. EarlyStopping on a
             val_ metric is allowed then, and ModelCheckpoint(save_best_only=True): the iterates
             after all epochs that fit was asked for count as released, and those epochs as trained.
-        **kwargs: Of tf.keras.Model.
+        **kwargs: Arguments of tf.keras.Model.
 
     Raises:
         UnsupportedRunError: From fit, when the run is not one that can be accounted.
@@ -523,7 +524,7 @@ class HiddenStateSequential(PrivateTraining, tf.keras.Sequential):
         )
 
     Args:
-        layers: As for tf.keras.Sequential.
+        layers: Layers, as for tf.keras.Sequential.
         **kwargs: `name`, and the arguments of `HiddenStateModel` by name.
 
     Formal guarantees: those of `HiddenStateModel`.

@@ -28,8 +28,8 @@ def releases_of(
     Args:
         callbacks: All of a fit.
         own: The one that records, if it is one of them.
-        checkpoints_stay_private: As declared.
-        metrics_stay_private: Likewise.
+        checkpoints_stay_private: Whether nobody sees files from before the last step.
+        metrics_stay_private: Whether nobody sees what callbacks write of metrics.
         public_validation: Whether metrics of validation data are those of public data, and every
             iterate that they are computed from may count as released.
 

@@ -12,7 +12,7 @@ from typing import Any
 import attrs
 import numpy as np
 import tensorflow as tf
-from dp_accounting import DpEvent
+from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import (
     BatchOrder,
@@ -21,7 +21,7 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_accountants.ledger import refuse_in_budget
-from hidden_state_adapters.batch_plans import RandomKeys, plan_of
+from hidden_state_adapters.batch_plans import BatchPlan, RandomKeys, plan_of
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import (
@@ -43,15 +43,13 @@ from hidden_state_adapters.tf_privacy.gradients import (
     ThroughLinearLayers,
     times,
 )
-from hidden_state_adapters.tf_privacy.head import OfHead, begin
+from hidden_state_adapters.tf_privacy.head import HeadRun, Known, OfHead, look_at
 from hidden_state_adapters.tf_privacy.head_losses import RowLosses
 from hidden_state_adapters.tf_privacy.lineage import RunState
 from hidden_state_adapters.tf_privacy.record import (
     FILES_STAY_PRIVATE,
     INTERRUPTED,
     Dealt,
-    Figures,
-    FixedVariables,
     RecordedRun,
 )
 from hidden_state_adapters.tf_privacy.refusals import refusal
@@ -60,8 +58,10 @@ from hidden_state_adapters.tf_privacy.replicas import (
     refuse_surroundings,
     strategy_of,
 )
+from hidden_state_adapters.tf_privacy.report import PrivacyReport
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import MOVED, NOT_FINITE, TOO_LONG, StepEntry
+from hidden_state_adapters.tf_privacy.trained_part import FixedVariables
 
 _BATCH_SIZE = 32  # of Keras, where nothing is said
 _MOMENT = 0.05  # seconds between two looks, which nobody notices
@@ -70,7 +70,7 @@ _LARGEST_JUMP = 8  # times as many: the first ones may have been short
 
 
 def _quicker(pace: int, seconds: float) -> int:
-    """How many steps are made until the next look, if so many were only a moment."""
+    """Returns how many steps are made until the next look, if so many were only a moment."""
     faster = min(_MOMENT / max(seconds, 1e-9), _LARGEST_JUMP)
     return min(int(max(faster, 2) * pace), _LONGEST_PACE) if faster > 1 else pace
 
@@ -80,8 +80,8 @@ class Continued:
     """A run that goes on.
 
     Attributes:
-        state: Where it stood.
-        discard_later_steps: Says that nothing of the steps after the state was ever seen.
+        state: State that it stood at.
+        discard_later_steps: Whether nothing of the steps after the state was ever seen.
     """
 
     state: RunState
@@ -90,15 +90,7 @@ class Continued:
 
 @attrs.frozen(eq=False)
 class Given:
-    """What a run, or a call of fit, trains on; as for fit.
-
-    Attributes:
-        x: The examples.
-        y: Targets.
-        batch_size: b, or None.
-        steps_per_epoch: Or None.
-        weights: Of classes and examples.
-    """
+    """Arguments of fit about the data: examples, targets, batches and weights."""
 
     x: Any
     y: Any
@@ -107,7 +99,7 @@ class Given:
     weights: GivenWeights
 
     def batches(self, of_data: int | None) -> tuple[int, int | None]:
-        """Batch size and steps of an epoch, where the data may say the first."""
+        """Returns batch size and steps of an epoch, where the data may say the first."""
         size, steps = self.batch_size or of_data or _BATCH_SIZE, self.steps_per_epoch
         if self.batch_size is not None:
             size = validate.integer("batch_size", self.batch_size, minimum=1)
@@ -116,7 +108,7 @@ class Given:
         return size, steps
 
 
-class PrivateRun(Figures):
+class PrivateRun(PrivacyReport):
     r"""A private run that a loop of your own asks for its steps; `fit` of a model asks likewise.
 
         run = PrivateRun(
@@ -133,22 +125,22 @@ class PrivateRun(Figures):
 
     Attributes:
         relation: Neighboring relation that the run is accounted under.
-        steps_per_epoch: Of `train`.
+        steps_per_epoch: Number of steps of an epoch of `train`.
 
     Args:
         model: A Keras model or layer. Its trainable variables are trained.
         x: Examples, as for the `fit` of a `HiddenStateModel`.
         y: Targets, likewise.
-        loss: As for its `compile`.
-        optimizer: Likewise: of Keras, a `DiceUpdate`, a `BlockCoordinateUpdate`, or an optimizer
+        loss: Loss, as for its `compile`.
+        optimizer: Optimizer of Keras, a `DiceUpdate`, a `BlockCoordinateUpdate`, or an optimizer
             with noise of this package.
-        batch_size: As for its `fit`.
-        steps_per_epoch: Likewise.
-        class_weight: Likewise.
-        sample_weight: Likewise.
+        batch_size: Batch size, as for its `fit`.
+        steps_per_epoch: Number of steps of an epoch, as for its `fit`.
+        class_weight: Weights of classes, as for its `fit`.
+        sample_weight: Weights of examples, as for its `fit`.
         jit_compile: Whether XLA compiles the step.
-        state: Of a run that goes on, as `state()` returned it; the model has the weights that were
-            saved with it.
+        state: State of a run that goes on, as `state()` returned it; the model has the weights that
+            were saved with it.
         discard_later_steps: Declares that nothing that was computed after the state, in this
             process, was ever seen by anybody, nor made you go back.
         **settings: The arguments of `HiddenStateModel` by name: `l2_norm_clip`,
@@ -185,7 +177,7 @@ class PrivateRun(Figures):
     ):
         if not isinstance(model, tf.keras.layers.Layer):
             raise TypeError(f"Expected a Keras model or layer, got {type(model).__name__}.")
-        if isinstance(model, Figures):
+        if isinstance(model, PrivacyReport):
             raise refusal(
                 f"Expected a plain model of Keras, got {type(model).__name__}, which has a run of "
                 "its own. Call its fit."
@@ -226,18 +218,15 @@ class PrivateRun(Figures):
         uses_xla: bool,
         continued: Continued | None,
     ) -> PrivateRun:
-        """That of a model whose fit takes its steps.
+        """Returns the run of a compiled model, whose fit takes its steps; errors as of the class.
 
         Args:
-            model: It is compiled.
-            rule: That it is compiled with.
-            settings: Of the model.
-            given: To fit.
+            model: Private model.
+            rule: Rule that it is compiled with.
+            settings: Settings of the model.
+            given: Data of fit.
             uses_xla: Whether XLA compiles the step.
-            continued: The run that goes on; None for a new one.
-
-        Raises:
-            UnsupportedRunError, TypeError, ValueError: As for the class.
+            continued: Run that goes on; None for a new one.
         """
         refuse_surroundings(strategy := strategy_of(model))
         if strategy is not None and uses_xla:
@@ -274,16 +263,55 @@ class PrivateRun(Figures):
         continued: Continued | None,
         show: Callable[[Any, Any], Any] = lambda targets, outputs: None,
     ) -> None:
-        self._strategy, self._uses_xla = strategy, uses_xla
-        self._model, self.settings, self._losses = model, settings, RowLosses(loss)
+        self._model, self._strategy, self._uses_xla, self._show = model, strategy, uses_xla, show
+        self.settings, self.relation = settings, settings.neighboring_relation
         self._target_delta = settings.target_delta
+        self.plan = self._held_and_dealt(given)
+        if continued is not None:
+            self._check_relation(continued.state)
+            self._check_end_of_epoch(continued.state.num_steps)
+            self._restore_order(continued.state)
+        variables = self._built(optimizer)
+        example, _ = self._examples.first(1)
+        self._losses = RowLosses(loss)
+        known = self._looked_at(rule, optimizer, variables)
+        longest = known.declared.longest_gradient
+        settings = self.settings = settings.with_clip_norm(longest, known.why_not)
+        self.steps = Algorithm(rule, settings, optimizer, self.plan, variables)
+        # Of the order of the batches; what is known of the loss only adds theorems.
+        self.steps.new_run(known.declared).check_relation(self.relation)
+        self._record: RecordedRun = RecordedRun(
+            model,
+            self.steps,
+            batch_size=self.plan.batch_size,
+            examples=self.plan.dataset_size,
+            relation=self.relation,
+            declared=known.declared,
+            checked=known.checked,
+            dealt=Dealt(self.plan.description, self.steps_per_epoch, self.plan.num_rows),
+            files_stay_private=settings.checkpoints_stay_private,
+            state=None if continued is None else continued.state,
+            discard_later_steps=continued is not None and continued.discard_later_steps,
+        )
+        self._record.why_not_known = known.why_not
+        if self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
+            self._record.why_not_known = "bounds on hidden iterates need REPLACE_SPECIAL"
+        if settings.batch_order is None:
+            self._record.note = "Batches are Poisson, the default of batch_order=."
+        self.clipping = [
+            self._clipping(part, example, known.head) for part in self.steps.blocks or (variables,)
+        ]
+        self._make_functions()
+
+    def _held_and_dealt(self, given: Given) -> BatchPlan:
+        """Copies the examples, and returns the plan of the batches that are dealt of them."""
+        settings = self.settings
         self._examples = HeldExamples(given.x, given.y, given.weights, given.steps_per_epoch)
         self._largest_weight = self._examples.given.largest
         self._asked = given.batches(self._examples.batch_size)
         size, number = self._asked
         if settings.order is BatchOrder.FULL:
             size = self._examples.number
-        self.relation = settings.neighboring_relation
         if settings.microbatch(size) > 1:
             raise refusal(
                 f"Expected num_microbatches = None or {size}, one example each, got "
@@ -291,7 +319,7 @@ class PrivateRun(Figures):
                 "the clip norm, and gains nothing. Leave it out; an optimizer in Keras' own fit, "
                 "with HiddenStateCallback, takes them."
             )
-        self.plan = plan_of(
+        plan = plan_of(
             settings.order,
             range(self._examples.number),
             size,
@@ -302,23 +330,18 @@ class PrivateRun(Figures):
             how="drop_remainder=True",
         )
         if settings.sampling_rate is not None:
-            self.plan.hide_size()
-        self.steps_per_epoch = number or self.plan.num_batches
-        self._replicas = 1 if strategy is None else strategy.num_replicas_in_sync
-        fewest = max(FEWEST_ROWS, self._replicas)
-        self.is_padded = settings.order in OF_RANDOM_SIZE or self.plan.batch_size < fewest
-        self._multiple = multiple_of_sizes(
-            is_compiled=uses_xla and self.is_padded, expected=self.plan.batch_size
-        )
-        if self.steps_per_epoch != self.plan.num_batches and not self.plan.draws_every_step:
+            plan.hide_size()
+        self.steps_per_epoch = number or plan.num_batches
+        if self.steps_per_epoch != plan.num_batches and not plan.draws_every_step:
             raise refusal(
-                f"Expected {self.plan.num_batches} steps in an epoch, got steps_per_epoch = "
-                f"{number}: every batch is used once per epoch. Leave it out."
+                f"Expected {plan.num_batches} steps in an epoch, got steps_per_epoch = {number}: "
+                "every batch is used once per epoch. Leave it out."
             )
-        if continued is not None:
-            self._check_relation(continued.state)
-            self._check_end_of_epoch(continued.state.num_steps)
-            self._restore_order(continued.state)
+        return plan
+
+    def _built(self, optimizer: Any) -> list[Any]:
+        """Makes the variables of model, optimizer and metrics; returns those that are trained."""
+        model, strategy = self._model, self._strategy
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             keras_api.build(model, self._examples.x)  # variables of Keras are those of its replicas
             check_made_in(strategy, keras_api.variables(model))
@@ -326,53 +349,50 @@ class PrivateRun(Figures):
                 keras_api.build_optimizer(optimizer, model.trainable_variables)
             if strategy is not None:
                 keras_api.build_metrics(model, self._examples.first(1))
-        variables = keras_api.trained(model)
-        declared = self._weighted(rule.declared(settings))
-        example, _ = self._examples.first(1)
-        fixed = FixedVariables(model)
+        return keras_api.trained(model)
+
+    def _looked_at(self, rule: UpdateRule, optimizer: Any, variables: Sequence[Any]) -> Known:
+        """Looks at the examples, and at what is known of the loss; the model is as before."""
+        declared, fixed = self._weighted(rule.declared(self.settings)), FixedVariables(self._model)
         self._examples.check_each_once()
-        declared, self._head, looked_at = begin(
-            model, self._losses, self._examples.x, self._examples.y, declared
+        adds = self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE
+        known = look_at(
+            self._model,
+            self._losses,
+            self._examples.x,
+            self._examples.y,
+            declared,
+            is_of_use=not adds and rule.knows_losses(optimizer, variables),
         )
-        if self._head is not None:
-            self._examples.hold(self._head.inputs, self._head.targets)
-        fixed.check(model)
-        steps = Algorithm(rule, settings, optimizer, self.plan, variables)
-        # Of the order of the batches; what is known of the loss only adds theorems.
-        steps.new_run(declared).check_relation(self.relation)
-        self._record: RecordedRun = RecordedRun(
-            model,
-            steps,
-            batch_size=self.plan.batch_size,
-            examples=self.plan.dataset_size,
-            relation=self.relation,
-            declared=declared,
-            checked=looked_at,
-            dealt=Dealt(self.plan.description, self.steps_per_epoch, self.plan.num_rows),
-            files_stay_private=settings.checkpoints_stay_private,
-            state=None if continued is None else continued.state,
-            discard_later_steps=continued is not None and continued.discard_later_steps,
-        )
-        parts = steps.blocks or (variables,)
-        self.clipping = [self._clipping(part, example) for part in parts]
-        self.steps = steps
-        self.pace = 1  # steps between two looks, where nobody says how many
-        self._show = show
+        if known.head is not None:
+            self._examples.hold(known.head.inputs, known.head.targets)
+        fixed.check(self._model)
+        return known
+
+    def _make_functions(self) -> None:
+        """Gets what takes the steps ready."""
+        self._replicas = 1 if self._strategy is None else self._strategy.num_replicas_in_sync
+        rows = self.plan.batch_size
+        fewest = max(FEWEST_ROWS, self._replicas)
+        self.is_padded = self.plan.order in OF_RANDOM_SIZE or rows < fewest
+        is_compiled = self._uses_xla and self.is_padded
+        self._multiple = multiple_of_sizes(is_compiled=is_compiled, expected=rows)
         self._dealer = Dealer(self.plan, self._multiple, self.steps_per_epoch)
+        self.pace = 1  # steps between two looks, where nobody says how many
         self._calls, self._may_stop, self._foreign = 0, False, frozenset[str]()  # of fit
         # Step by step even where the loop of fit is eager, so that no example is traced anew.
-        self._compiled = tf.function(self._take, jit_compile=uses_xla, reduce_retracing=True)
-        width = None if self.is_padded else self.plan.batch_size
+        self._compiled = tf.function(self._take, jit_compile=self._uses_xla, reduce_retracing=True)
+        width = None if self.is_padded else rows
         kinds = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], tf.int64)]
         kinds += [tf.TensorSpec([None], tf.float64)]
-        values = [tf.TensorSpec(value.shape, value.dtype) for value in steps.iterate.values]
+        values = [tf.TensorSpec(value.shape, value.dtype) for value in self.steps.iterate.values]
         self._several = functools.cache(
             tf.function(self._take_several, [*kinds, values]).get_concrete_function
         )
 
     @property
     def record(self) -> RecordedRun:
-        """What is written down."""
+        """Record of its steps."""
         return self._record
 
     # A loop of one's own
@@ -469,7 +489,7 @@ class PrivateRun(Figures):
             )
 
     def _advance(self, count: int, eagerly: bool = False) -> np.ndarray:
-        """Takes steps and records them; the sum of their losses, and the number of examples.
+        """Takes steps and records them; returns the sum of their losses and the number of examples.
 
         The host deals the batches and says the learning rates. The device tells how long the
         longest gradient was, and what the steps have left.
@@ -563,9 +583,9 @@ class PrivateRun(Figures):
         told = [longest, tf.cast(same, tf.float64), tf.cast(number, tf.float64)]
         return tf.concat([total, tf.stack(told)], 0), left
 
-    def _clipping(self, variables: Any, example: Any) -> Any:
-        if self._head is not None:
-            return OfHead(self._head, variables)
+    def _clipping(self, variables: Any, example: Any, head: HeadRun | None) -> Any:
+        if head is not None:
+            return OfHead(head, variables)
         of_run = self._model, self._losses, variables
         return ThroughLinearLayers.of(*of_run, example) or RowByRow(*of_run)
 
@@ -597,7 +617,7 @@ class PrivateRun(Figures):
             )
 
     def _weighted(self, declared: Declared) -> Declared:
-        """What is said of the loss, with the weights that an example may have."""
+        """Returns what is declared of the loss, with the weights that an example may have."""
         if self._examples.weights is None or declared == Declared():
             return declared
         largest = self._largest_weight
@@ -618,11 +638,7 @@ class PrivateRun(Figures):
         return self._examples.weights is not None
 
     def _restore_order(self, state: RunState) -> None:
-        """That of a run that has one, before anything is asked about its batches.
-
-        Raises:
-            ValueError: The state is damaged.
-        """
+        """Restores the secret order of a run that has one; ValueError if the state is damaged."""
         if not self.plan.why_not_resumable(self.plan.num_batches) or state.private is None:
             return  # a state that lacks it is refused by the record
         try:
@@ -633,11 +649,7 @@ class PrivateRun(Figures):
             ) from error
 
     def go_on(self, given: Given) -> None:
-        """Checks that another call of fit goes on with the run.
-
-        Raises:
-            UnsupportedRunError: It does not.
-        """
+        """Raises UnsupportedRunError unless another call of fit goes on with the run."""
         if self._record.chooses_steps:
             raise refusal(
                 "Expected a run that EarlyStopping has not stopped, got one that it has: it is "
@@ -661,17 +673,13 @@ class PrivateRun(Figures):
 
     @property
     def noise_multiplier(self) -> float | None:
-        """The one that was given, or that was found; None before."""
+        """Noise multiplier that was given, or that was found; None before."""
         if not self._record.has_begun:
             return self.settings.noise_multiplier
         return self.steps.step.noise_multiplier
 
     def target(self, epsilon: float | None, delta: float | None) -> tuple[float, float] | None:
-        """Epsilon and delta that the noise is to be found for; None if it is known.
-
-        Args:
-            epsilon: target_epsilon of fit or train, or None.
-            delta: target_delta, likewise.
+        """Returns epsilon and delta that the noise is to be found for; None if it is known.
 
         Raises:
             UnsupportedRunError, TypeError, ValueError: Noise is known already, or target or noise
@@ -726,9 +734,9 @@ class PrivateRun(Figures):
         """Gets ready for the steps of a call of fit.
 
         Args:
-            epochs: That it trains.
+            epochs: Number of epochs that it trains.
             releases: Whether an iterate is seen after every epoch, and after every step.
-            target: What the noise is to be found for; None if it is known.
+            target: Epsilon and delta that the noise is to be found for; None if it is known.
             may_stop: Whether validation data choose the number of epochs, or one of them.
 
         Raises:
@@ -777,7 +785,7 @@ class PrivateRun(Figures):
         return losses, y, outputs, *told
 
     def _part(self, indices: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """What this replica takes of a batch, at least one row, and how many are examples."""
+        """Returns what this replica takes of a batch, a row or more, and how many are examples."""
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         own = indices[:rows][replica :: self._replicas]
         count = tf.shape(own, out_type=tf.int64)[0]
@@ -810,14 +818,10 @@ class PrivateRun(Figures):
                     record.invalidate(INTERRUPTED)
             raise
 
-    # Figures
+    # What its holder declares
 
     def fits(self, call: Any) -> None:
-        """Notes a call of fit.
-
-        Args:
-            call: Its loop.
-        """
+        """Notes a call of fit, by its loop."""
         self._calls += 1
         self._may_stop |= call.chooses
         self._foreign |= call.foreign
@@ -849,12 +853,12 @@ class PrivateRun(Figures):
 
 
 def mean_loss(sums: np.ndarray) -> float:
-    """Of losses, of their sum and number; 0 of none."""
+    """Returns the mean of losses, of their sum and number; 0 of none."""
     return float(sums[0] / max(sums[1], 1))
 
 
 def _with_noise(event: Any, noise: float) -> DpEvent:
-    """An event with a noise multiplier of 1, with another one."""
+    """Returns an event with a noise multiplier of 1, with another one."""
     powers = {"noise_multiplier": 1, "noise_std": 1, "noise_variance": 2}
     name = next(name for name in powers if hasattr(event, name))
     changed: DpEvent = attrs.evolve(event, **{name: noise ** powers[name] * getattr(event, name)})

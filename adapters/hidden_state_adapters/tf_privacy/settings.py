@@ -25,10 +25,6 @@ from hidden_state_adapters.tf_privacy.refusals import refusal
 
 AUTO = "auto"
 _LARGEST = 1e30
-_NO_CLIP = (
-    "No clip acts from the longest gradient on, hidden_state_accountants.LossGeometry."
-    "softmax_cross_entropy(feature_norm).lipschitz or that of another loss."
-)
 
 
 def _given(check: Callable[..., Any], *names: str, default: Any = None, **limits: Any) -> Any:
@@ -166,6 +162,10 @@ def check_scale(name: str, value: float) -> None:
         )
 
 
+def _clip(value: Any) -> float | str:
+    return AUTO if value == AUTO else validate.real("l2_norm_clip", value, above=0)
+
+
 def _regulariser(value: Any) -> Regulariser | None:
     of_config = isinstance(value, Mapping)
     return regulariser_or_none("prox", Regulariser(**value) if of_config else value)
@@ -180,7 +180,7 @@ class Settings:
         UnsupportedRunError: Two do not go together.
     """
 
-    l2_norm_clip: float | None = _given(validate.real, "l2_norm_clip", above=0, remedy=_NO_CLIP)
+    l2_norm_clip: float | str | None = _given(_clip)
     noise_multiplier: float | None = _given(validate.magnitude, "noise_multiplier")
     num_microbatches: int | None = _given(validate.integer, "num_microbatches", minimum=1)
     num_steps: int | None = _given(validate.integer, "num_steps", minimum=1)
@@ -203,7 +203,8 @@ class Settings:
 
     def __attrs_post_init__(self) -> None:
         # The compiled optimizer may say what is missing; fit finds noise.
-        clip, noise = self.l2_norm_clip or 1.0, self.noise_multiplier or 0.0
+        given = self.l2_norm_clip
+        clip, noise = given if isinstance(given, float) else 1.0, self.noise_multiplier or 0.0
         check_scale("l2_norm_clip", clip)
         check_scale("l2_norm_clip * noise_multiplier", clip * noise)
         if self.max_batch_size is not None and self.order not in OF_RANDOM_SIZE:
@@ -270,10 +271,27 @@ class Settings:
         """The event's."""
         return 0.0 if self.prox is None else self.prox.strong_convexity
 
+    def with_clip_norm(self, longest: float, why_not: str) -> Settings:
+        """Returns the settings with the number that l2_norm_clip="auto" stands for.
+
+        Args:
+            longest: Bound on the norm of every per-example gradient; inf if unknown.
+            why_not: Reason why it is unknown.
+
+        Raises:
+            UnsupportedRunError: No bound on the gradients is known.
+        """
+        if self.l2_norm_clip != AUTO:
+            return self
+        if math.isinf(longest):
+            raise UnsupportedRunError(
+                'Expected l2_norm_clip to be a number, got "auto", which is just above the longest '
+                f"gradient of a known loss: {why_not or 'the loss has none'}. Pass a number."
+            )
+        return attrs.evolve(self, l2_norm_clip=math.ceil(longest * 1.00001 * 1e4) / 1e4)
+
     def joined_by(self, optimizer: str, told: Mapping[str, Any]) -> Settings:
         """These, and what an optimizer with noise says in their place.
-
-        Where these say no order, batches are cyclic: so they are for such an optimizer elsewhere.
 
         Args:
             optimizer: Name of the optimizer.
@@ -292,7 +310,7 @@ class Settings:
                     f"{optimizer}. Leave it out of the model; or compile with an optimizer without "
                     "noise."
                 )
-        return attrs.evolve(self, **said, batch_order=self.batch_order or BatchOrder.CYCLIC)
+        return attrs.evolve(self, **said)
 
     @property
     def declared(self) -> Declared:

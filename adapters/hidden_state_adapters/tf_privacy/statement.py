@@ -21,7 +21,7 @@ def compute_last_iterate_privacy_statement(
     delta: float,
     neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
 ) -> str:
-    """What is protected, under which relation and assumptions, and the epsilons, as text.
+    """Returns what is protected, under which relation and assumptions, and the epsilons, as text.
 
     The text has the shape of TensorFlow Privacy's compute_dp_sgd_privacy_statement.
 

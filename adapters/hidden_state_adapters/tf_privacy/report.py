@@ -1,0 +1,287 @@
+"""Event, guarantee, assumptions and statement of a recorded run."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+from typing import Any
+
+import attrs
+
+from hidden_state_accountants import (
+    Assumption,
+    Comparison,
+    Gain,
+    Guarantee,
+    UnsupportedRunError,
+    compare,
+    validate,
+    would_gain,
+)
+from hidden_state_accountants.advice import report_lines
+from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
+from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
+from hidden_state_accountants.runs.statement import Statement
+from hidden_state_adapters.public_numbers import warn_of_delta
+from hidden_state_adapters.tf_privacy.record import FOREIGN_LOOP, RecordedRun
+
+_CHECKED = (
+    "variables in float32 or float64, {}; variables that are not trained as at the start, whenever "
+    "epsilon is asked for"
+)
+_ONLY_BY_STEPS = "changed by the private optimizer only"
+_BETWEEN_EPOCHS = "those that the last step left when an epoch begins and when epsilon is asked for"
+_DECLARED = (
+    "the preprocessing of an example does not depend on the others",
+    "losses and metrics of the training data (History, progress bar) stay private",
+)
+_NO_MEMORY = (
+    "no step reads what was computed from other examples without noise and is kept outside of the "
+    "model's variables: a memory of features, centres, running statistics"
+)
+_EARLIER = (
+    "the private runs that the initial weights come from ({}) are composed with this one: "
+    "variables, copies of models and files of private models and optimizers tell"
+)
+_NO_LOSS = (
+    "Every step counts, because no loss_geometry is declared. Where one Dense layer is trained, at "
+    "the end of the model, make_private(model, feature_norm=) knows it."
+)
+
+
+def _assumptions(record: RecordedRun, declared: Iterable[str]) -> tuple[Assumption, ...]:
+    """Returns everything that has to be true.
+
+    Args:
+        record: Record of the run.
+        declared: What its holder adds to the declared ones.
+    """
+    algorithm, is_own_loop = record.optimizer, record.of_gradients is not None
+    variables = _CHECKED.format(_ONLY_BY_STEPS if is_own_loop else _BETWEEN_EPOCHS)
+    own = [Assumption.checked(text) for text in (record.dealt.text, variables)]
+    own += [Assumption.checked(text) for text in algorithm.described.checked()]
+    own += [*(record.of_gradients or ()), *record.declared.measured]
+    if record.earlier_events:
+        own.append(Assumption.checked(_EARLIER.format(len(record.earlier_events))))
+    of_run = [] if is_own_loop else [FOREIGN_LOOP]
+    of_run += [*algorithm.declared(record.event()), *record.texts]
+    if not record.declared.source:  # else loss and features are known
+        of_run.append(_NO_MEMORY)
+    own += [*OF_EVERY_RUN, *map(Assumption.declared, (*_DECLARED, *of_run, *declared))]
+    # What was read off this run's loss says nothing about the runs before it.
+    run = record.whole_run()
+    proven = replace_assumptions(
+        run.guarantee(record.relation).assumptions,
+        *algorithm.described.derived(),
+        *algorithm.in_advance(run),
+    )
+    return merge_assumptions([tuple(own), proven, *(g.assumptions for g in record.spent)])
+
+
+def _advice(record: RecordedRun, delta: float) -> list[str]:
+    """Returns why epsilon is that of composition, where it is, and what would help."""
+    events, guarantee = record.events(), record.guarantee()
+    if len(events) > 1 or not guarantee.theorem.startswith("composition"):
+        return []
+    if record.why_not_known:
+        why = [f"Every step counts: {record.why_not_known}."]
+    elif getattr(events[0], "loss", ...) is None:
+        why = [_NO_LOSS] if record.optimizer.update.is_plain_sgd else []
+    else:  # the batches are what is easiest changed, and seldom the cause
+        reasons = guarantee.alternatives
+        others = [one for one in reasons if not one[1].startswith("batch order")]
+        why = [f"Not used: {name}: {reason}." for name, reason in [*others, *reasons][:1]]
+    helps = report_lines(events[0], guarantee.neighboring_relation, delta, "l2_norm_clip")
+    return [textwrap.fill(line[:1].upper() + line[1:], 80) for line in [*why, *helps]]
+
+
+class PrivacyReport:
+    """Event, guarantee and statement of a run, for who holds its record."""
+
+    _record: RecordedRun | None = None
+    _how_to_begin = "Pass the callback to fit."
+    _target_delta: float | None = None
+
+    def _told_by(self) -> PrivacyReport:
+        """Returns the holder of the record."""
+        return self
+
+    def _check_can_go_on(self) -> None:
+        """Raises UnsupportedRunError where the run could not go on elsewhere."""
+
+    def _declared_texts(self) -> Iterable[str]:
+        """Returns the declared assumptions that the holder adds."""
+        return ()
+
+    def _recorded(self) -> RecordedRun:
+        own = self._told_by()
+        if own._record is None:
+            raise ValueError(f"Expected at least one step, got none yet. {self._how_to_begin}")
+        own._record.check_told()
+        return own._record
+
+    @property
+    def privacy_event(self) -> Any:
+        """The event that happened: a `LastIterateDpEvent`, or the one of the optimizer.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: Steps were taken that are not recorded, the run has ended, or the
+                model is neither the last iterate nor what another private optimizer made of it.
+        """
+        return self._recorded().event()
+
+    @property
+    def privacy_events(self) -> tuple[Any, ...]:
+        """The events of the private runs that the initial weights come from, and this one's.
+
+        Raises:
+            ValueError, UnsupportedRunError: As `privacy_event`.
+        """
+        return self._recorded().events()
+
+    @property
+    def guarantee(self) -> Guarantee:
+        """The guarantee of what is released, with the current model as the last iterate.
+
+        It is that of all `privacy_events` together, as are the figures that follow, with all
+        `assumptions`.
+        """
+        return attrs.evolve(self._recorded().guarantee(), assumptions=self.assumptions)
+
+    @property
+    def assumptions(self) -> tuple[Assumption, ...]:
+        """Everything that has to be true, each checked, declared or public."""
+        return _assumptions(self._recorded(), self._told_by()._declared_texts())
+
+    def get_epsilon(self, delta: float) -> float:
+        """The epsilon of what is released at `delta`, if the model is the last iterate.
+
+        Raises:
+            ValueError: No step was taken.
+            UnsupportedRunError: The model is not the iterate that was accounted.
+        """
+        record = self._recorded()
+        record.check_iterate()
+        warn_of_delta(delta, record.event().dataset_size)
+        return record.guarantee().epsilon(delta)
+
+    def compare(self, delta: float = 1e-5) -> Comparison:
+        """Compares every bound, and dp-accounting's own accountants, on what happened.
+
+        Args:
+            delta: In [0, 1].
+
+        Returns:
+            A table with the rows of each run; `print` it.
+
+        Raises:
+            ValueError, UnsupportedRunError: As `get_epsilon`.
+        """
+        self.get_epsilon(delta)  # checks the iterate
+        relation = self.guarantee.neighboring_relation
+        return compare(list(self.privacy_events), delta, relation)
+
+    def would_gain(self, delta: float = 1e-5, *, epochs: int | None = None) -> Gain:
+        """Returns whether hiding the iterates gains anything; one epoch is enough to ask for all.
+
+        Args:
+            delta: Where epsilon is read, in (0, 1).
+            epochs: Length of the run, if its settings stay what they were; None for the steps that
+                were taken.
+
+        Returns:
+            The epsilons of all iterates and of the last one, the noise at equal epsilon, and the
+            change that helps most; `print` it.
+
+        Raises:
+            TypeError: The run is one of which every step counts.
+            ValueError, UnsupportedRunError: As `privacy_event`; or settings change, which says
+                nothing of other epochs.
+        """
+        event = self.privacy_event
+        if epochs is not None:
+            event = attrs.evolve(event, num_steps=epochs * event.batches_per_epoch)
+        return would_gain(event, delta, self._recorded().guarantee().neighboring_relation)
+
+    def release(self) -> None:
+        """Marks the current model as released; call it for every model that anybody sees.
+
+        The last one always counts.
+
+        Raises:
+            UnsupportedRunError: The model is not the iterate that was accounted.
+        """
+        own = self._told_by()
+        if own._record is not None:
+            own._record.check_iterate()
+            own._record.release()
+
+    def state(
+        self, *, stays_private: bool = False, include_private_state: bool = False
+    ) -> dict[str, Any]:
+        """Returns what the run needs to go on in another process, as plain types for JSON.
+
+        Save the model at the same moment. There, load it, construct or load the optimizer as
+        before, and call `resume`: it is then one run. The noise of the other process is new.
+
+        It holds nothing that was measured on the examples, unless `include_private_state`.
+
+        Args:
+            stays_private: False counts the current weights as released. True says that nobody else
+                ever sees this state and the weights saved with it, which is then an assumption.
+            include_private_state: Also the error of a DiceSGD run, which is data of the examples
+                without noise, and the secret order of a "shuffled_once" run: they cannot go on
+                without it. Needs stays_private=True. Other orders are drawn anew.
+
+        Raises:
+            ValueError: No step was taken; or the private state would be released.
+            UnsupportedRunError: The model is not the iterate that was accounted, or the run cannot
+                go on without the private state.
+        """
+        if include_private_state and not stays_private:
+            raise ValueError(
+                "Expected stays_private = True with include_private_state = True, got False: the "
+                "guarantee rests on nobody knowing the error of DiceSGD."
+            )
+        self._told_by()._check_can_go_on()
+        state = self._recorded().state(
+            self._told_by()._declared_texts(),
+            stays_private=stays_private,
+            include_private_state=include_private_state,
+        )
+        return state.to_plain()
+
+    def report(self, delta: float | None = None) -> str:
+        """The privacy statement of the run with everything that was checked and declared.
+
+        Args:
+            delta: Where epsilon is read; None for the callback's target_delta.
+
+        Raises:
+            ValueError: No step was taken, or no delta was given.
+            UnsupportedRunError: The model is not the iterate that was accounted.
+        """
+        delta = self._target_delta if delta is None else delta
+        if delta is None:
+            raise ValueError("Expected delta, got None. Pass it here or as target_delta.")
+        record = self._recorded()
+        record.check_iterate()
+        algorithm = record.optimizer
+        statement = Statement(
+            record.events(),
+            record.guarantee(),
+            self.assumptions,
+            validate.target_delta(delta),
+            microbatch=algorithm.examples_of_record,
+            update_rule=algorithm.update.name,
+        )
+        text = algorithm.told(statement)
+        return "\n".join(filter(None, [text, *_advice(record, delta), record.note]))
+
+    def __getstate__(self) -> Any:
+        raise UnsupportedRunError(
+            "The record of a run cannot be copied or pickled: the steps of the copy would be "
+            "missing from epsilon. Keep "
+            "privacy_event.to_dict()."
+        )
