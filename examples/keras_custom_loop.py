@@ -50,7 +50,6 @@ def main():
         l2_norm_clip=1.4143,
         noise_multiplier=options.noise_multiplier,
         projection_radius=options.projection_radius,
-        loss_geometry="auto",
         feature_norm=1.0,
     )
     for epoch in range(1, options.epochs + 1):

@@ -320,7 +320,7 @@ def test_refused(name):
 def test_a_fit_of_keras_own_knows_no_auto():
     with pytest.raises(hsa.UnsupportedRunError, match="make_private"):
         HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, loss_geometry="auto")
-    with pytest.raises(TypeError, match='say loss_geometry="auto" and feature_norm= to'):
+    with pytest.raises(TypeError, match="say feature_norm= to"):
         CyclicDPKerasSGDOptimizer(1.0, 1.0, loss_geometry="auto")
 
 

@@ -42,7 +42,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         model.fit(data, callbacks=record.with_others(ModelCheckpoint(path)))
 
     Where the loss is that of a linear layer, `make_private(model)` with the same optimizer in
-    compile reads its constants off (``loss_geometry="auto"``), and takes the steps itself.
+    compile reads its constants off (``feature_norm=``), and takes the steps itself.
 
     Formal guarantees:
       - Relation and released iterates: those of the recorded event, a `LastIterateDpEvent` for
@@ -119,7 +119,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
             raise refusal(
                 f"Expected loss_geometry to be a LossGeometry or None, got {loss_geometry!r}: what "
                 "fit trains is not known here. Train make_private(model, ..., "
-                'loss_geometry="auto", feature_norm=...) with the same optimizer in compile.'
+                "feature_norm=...) with the same optimizer in compile."
             )
         self._declared = Declared(gradient_bound=gradient_bound, loss_geometry=loss_geometry)
         self._others: set[str] = set()  # callbacks that Keras did not write

@@ -86,7 +86,7 @@ class Head:
         if len(heads) != 1:
             names = ", ".join(sorted(variable.name for variable in keras_api.trained(model)))
             raise refusal(
-                'loss_geometry="auto" and feature_norm need a model in which one Dense layer is '
+                "feature_norm= needs a model in which one Dense layer is "
                 "trained and the rest is frozen (layer.trainable = False), got trainable variables "
                 f"{names}. {LEAVE_OUT}"
             )
@@ -276,7 +276,7 @@ def look_at(
         except UnsupportedRunError as error:
             if declared.is_automatic:
                 raise
-            why_not = str(error)
+            why_not = str(error).removesuffix(DECLARE).strip(" .")
         else:
             known = attrs.evolve(
                 declared,
@@ -368,7 +368,7 @@ def check_smoothness(
             f"Expected loss_geometry with smoothness >= {smoothness:.6g}, the curvature of Keras' "
             f"MeanSquaredError at the longest features of the data, got {declared.smoothness:.6g}. "
             "Keras' loss has no factor 1/2: LossGeometry.squared_error(feature_norm, scale=2), or "
-            'better loss_geometry="auto" with feature_norm=.'
+            "better no loss_geometry, but feature_norm=."
         )
 
 

@@ -230,14 +230,14 @@ def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> Linear
     if kind not in _LINEAR:
         known = ", ".join(kind.__name__ for kind in _LINEAR)
         raise refusal(
-            f'loss_geometry="auto" knows the envelope losses of this package, and {known} of '
+            f"Expected one of the envelope losses of this package, or {known} of "
             f"Keras, got {getattr(loss, '__name__', name)}. {DECLARE}"
         )
     options, undone = keras_api.options_of(loss) if isinstance(loss, kind) else {}, _LINEAR[kind][1]
     for option, neutral in _NEUTRAL.items():
         if options.get(option, neutral) != neutral:
             raise refusal(
-                f'loss_geometry="auto" needs {option} = {neutral} in {name}, got '
+                f"Expected {option} = {neutral} in {name}, whose constants are known then, got "
                 f"{options[option]!r}. {DECLARE}"
             )
     _check_activation(activation, "linear" if options.get("from_logits") else undone, name)
@@ -248,7 +248,7 @@ def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> Linear
             "targets are no probabilities then."
         )
     if not isinstance(delta, int | float) or not 0 < delta < math.inf:
-        raise refusal(f'loss_geometry="auto" needs a number delta > 0, got {delta!r}. {DECLARE}')
+        raise refusal(f"Expected a number delta > 0, got {delta!r}. {DECLARE}")
     if undone == "softmax":
         return linear.softmax(TENSORFLOW, outputs, smoothing=smoothing)
     if undone == "sigmoid":
@@ -263,7 +263,7 @@ def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> Linear
 def _check_activation(activation: str, expected: str, name: str) -> None:
     if activation != expected:
         raise refusal(
-            f'loss_geometry="auto" needs a last layer with activation {expected!r} for {name}, got '
+            f"Expected a last layer with activation {expected!r} for {name}, got "
             f"{activation!r}: the loss has unknown constants then. Use Dense(...) without "
             f"activation, and from_logits=True where the loss has it. {DECLARE}"
         )

@@ -294,7 +294,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
                     "trains is not known. Override call, or ask PrivateRun for the steps."
                 )
 
-    # PrivacyReport
+    # What is told
 
     def _told_by(self) -> PrivacyReport:
         return self if self._run is None else self._run
@@ -520,7 +520,7 @@ class HiddenStateSequential(PrivateTraining, tf.keras.Sequential):
 
         model = HiddenStateSequential(
             [tf.keras.layers.Dense(10)], l2_norm_clip=1.5, noise_multiplier=6.0,
-            loss_geometry="auto", feature_norm=1.0,
+            feature_norm=1.0,
         )
 
     Args:

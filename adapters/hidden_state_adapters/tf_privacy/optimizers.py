@@ -421,7 +421,7 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
         if isinstance(loss_geometry, str):
             raise TypeError(
                 f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}. An optimizer "
-                'does not see the model: say loss_geometry="auto" and feature_norm= to '
+                "does not see the model: say feature_norm= to "
                 "make_private(model, ...)."
             )
         decay = validate.real("weight_decay", weight_decay, minimum=0)

@@ -113,7 +113,7 @@ class PrivateRun(PrivacyReport):
 
         run = PrivateRun(
             model, x, y, loss=loss, optimizer=tf.keras.optimizers.SGD(0.5), batch_size=150,
-            l2_norm_clip=1.5, noise_multiplier=6.0, loss_geometry="auto", feature_norm=1.0,
+            l2_norm_clip="auto", noise_multiplier=6.0, feature_norm=1.0,
         )
         for _ in range(1000):
             loss = run.step()  # deals, clips, adds noise, moves the model, writes down
