@@ -62,8 +62,13 @@ class Run:
         self.model = make_layer()
         self.optimizer = make_optimizer(**(optimizer or {}))
         self.model.compile(self.optimizer, bce(), **(compile or {}))
-        self.data = adapter.cyclic_dataset(self.x, self.y, batch_size=BATCH)
-        self.callback = adapter.HiddenStateCallback(**{"data": self.data, **(callback or {})})
+        self.told = callback or {}
+        self.take(self.x, self.y)
+
+    def take(self, x, y):
+        """Begins anew on other data."""
+        self.data = adapter.cyclic_dataset(x, y, batch_size=BATCH)
+        self.callback = adapter.HiddenStateCallback(**{"data": self.data, **self.told})
 
     def fit(self, x=None, callbacks=(), **kwargs):
         return self.model.fit(

@@ -11,7 +11,6 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateKerasOptimizer,
-    cyclic_dataset,
 )
 
 ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
@@ -191,7 +190,8 @@ def interrupted_between_the_blocks(make_blocks):
 def not_finite_in_xla(make_blocks):
     run = make_blocks(*two(), compile={"jit_compile": True})
     x = np.where(np.arange(24)[:, None] == 9, np.nan, run.x)
-    run.fit(cyclic_dataset(x, run.y, batch_size=4))
+    run.take(x, run.y)
+    run.fit()
 
 
 def longer_gradients_than_declared(make_blocks):
@@ -220,8 +220,9 @@ def test_refused(make_blocks, act):
 
 def test_a_refused_run_has_no_epsilon(make_blocks):
     run = make_blocks(*two())
+    run.take(np.full_like(run.x, np.nan), run.y)
     with pytest.raises(hsa.UnsupportedRunError):
-        run.fit(cyclic_dataset(np.full_like(run.x, np.nan), run.y, batch_size=4))
+        run.fit()
     for act in (lambda: run.callback.report(DELTA), lambda: run.callback.privacy_event, run.fit):
         with pytest.raises(hsa.UnsupportedRunError, match="step 1 ends the run"):
             act()
