@@ -136,7 +136,7 @@ CASES = [
     (4, reduced_loss, "got a scalar"),
     (4, scaled_loss, "longer than loss_geometry.lipschitz"),
     (4, loss_weights, "loss_weights=None"),
-    (7, class_weights, "or one with class_weight"),
+    (7, class_weights, "data with class_weight"),
     (5, long_features, "longer than loss_geometry.lipschitz"),
     (9, kernel_regularizer, "no regularisation losses"),
     (9, activity_regularizer, "got a scalar|no regularisation losses"),
@@ -167,6 +167,7 @@ def test_a_run_that_a_refused_step_ended_is_not_accounted(make_run):
     run.callback._data = data  # as if the change were not noticed
     with pytest.raises(hsa.UnsupportedRunError, match="step 10 ends the run"):
         run.fit(data)
+    run.data = data
     for act in (lambda: run.callback.report(1e-5), lambda: run.callback.privacy_event, run.fit):
         with pytest.raises(hsa.UnsupportedRunError, match="step 10 ends the run"):
             act()
