@@ -143,8 +143,6 @@ def train(make_loader):
         torch.manual_seed(0)
         model = nn.Linear(5, 3)
         engine = engine or PrivacyEngine(accountant="hidden_state")
-        if declared is not None:
-            engine.accountant.declare_run(**declared)
         make = optimizer or (lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.1))
         arguments = {
             "noise_multiplier": 2.0, "max_grad_norm": 2.1, "poisson_sampling": False, **kwargs,
@@ -155,6 +153,8 @@ def train(make_loader):
             data_loader=make_loader(**(loader or {})),
             **arguments,
         )
+        if declared is not None:
+            engine.accountant.declare_run(**declared)
         criterion = nn.CrossEntropyLoss()
         for _ in range(epochs):
             for features, labels in batches:

@@ -94,7 +94,6 @@ def test_composition_of_poisson_batches_in_pieces(train, max_physical_batch_size
 def test_ghost_clipping_is_composed(make_loader, order):
     model = nn.Linear(5, 3)
     engine = PrivacyEngine(accountant="hidden_state")
-    engine.accountant.declare_run(**{**DECLARED, "batch_order": order})
     model, private, criterion, batches = engine.make_private(
         module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.5),
@@ -105,6 +104,7 @@ def test_ghost_clipping_is_composed(make_loader, order):
         poisson_sampling=order == "poisson",
         grad_sample_mode="ghost",
     )
+    engine.accountant.declare_run(**{**DECLARED, "batch_order": order})
     features, labels = next(iter(batches))
     criterion(model(features), labels).backward()
     private.step()
@@ -254,11 +254,17 @@ def test_each_make_private_needs_its_declaration(train, declare):
         step(*first)
 
 
-def test_steps_by_hand_of_a_declared_run():
-    accountant = HiddenStateAccountant()
-    accountant.declare_run(**DECLARED)
+def test_steps_by_hand_of_a_declared_run(train):
+    accountant = train(DECLARED, epochs=0)[0].accountant
     with pytest.raises(hsa.UnsupportedRunError, match="step hook"):
         accountant.step(noise_multiplier=1.0, sample_rate=0.1)
+
+
+def test_a_run_is_declared_between_make_private_and_its_first_step(train):
+    with pytest.raises(hsa.UnsupportedRunError, match="got it before make_private"):
+        HiddenStateAccountant().declare_run(**DECLARED)
+    with pytest.raises(hsa.UnsupportedRunError, match="got it after a step"):
+        train(DECLARED)[0].accountant.declare_run(**DECLARED)
 
 
 @pytest.mark.filterwarnings("ignore:No run was declared")

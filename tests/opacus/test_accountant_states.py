@@ -106,7 +106,7 @@ def _nothing():
 
 
 @pytest.mark.filterwarnings("error:No run was declared")
-def test_undeclared_steps_and_runs_do_not_mix():
+def test_undeclared_steps_and_runs_do_not_mix(train):
     undeclared = HiddenStateAccountant()
     undeclared.step(noise_multiplier=5.0, sample_rate=0.1)
     loaded = HiddenStateAccountant()
@@ -121,9 +121,8 @@ def test_undeclared_steps_and_runs_do_not_mix():
         for rows in ([(5.0, 0.1, 6)], []):
             with pytest.raises(ValueError, match="history is overwritten, got 1"):
                 accountant.history = rows
-    declared = HiddenStateAccountant()
-    declared.declare_run(**DECLARED)
-    with pytest.raises(ValueError, match="history is overwritten"):
+    declared = train(DECLARED, epochs=0)[0].accountant
+    with pytest.raises(ValueError, match="declared run, got undeclared steps"):
         declared.load_state_dict(undeclared.state_dict())
     declared.load_state_dict(HiddenStateAccountant().state_dict())
     accountant._history.append((5.0, 0.1, 6))  # whatever way it came there
@@ -137,11 +136,6 @@ def test_declaring_again_keeps_runs_with_steps(train):
     again.accountant.load_state_dict(engine.accountant.state_dict())
     again.accountant.declare_run(**DECLARED)
     assert again.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
-    accountant = HiddenStateAccountant()
-    accountant.declare_run(**DECLARED)
-    accountant.add_run(AccountedRun(recorder(3)), _nothing)
-    accountant.declare_run(**DECLARED)
-    assert len(accountant) == 3
 
 
 def test_a_written_history_warns_once_that_it_assumes_poisson_sampling():
@@ -230,10 +224,6 @@ def test_declared_state_round_trip(train, tmp_path):
     other = train({**DECLARED, "batch_size": 20}, epochs=0, loader={"batch_size": 20})[0]
     with pytest.raises(ValueError, match="batch_size = 20, got 10"):
         other.accountant.load_state_dict(state)
-    waiting = HiddenStateAccountant()
-    waiting.declare_run(**DECLARED)
-    with pytest.raises(ValueError, match="Call make_private before the state is loaded"):
-        waiting.load_state_dict(state)
 
 
 def test_stock_run_resumes_at_the_end_of_an_epoch_only(train):

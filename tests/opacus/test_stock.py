@@ -52,11 +52,9 @@ def expected(kind, steps=None):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("first", ["make_private", "declare_run"])
-def test_the_batches_are_read(kind, first):
-    loop = make(kind, declared={"loss_geometry": SOFTMAX} if first == "declare_run" else None)
-    if first == "make_private":
-        loop.declare()
+def test_the_batches_are_read(kind):
+    loop = make(kind)
+    loop.declare()
     for _ in range(2):
         loop.epoch()
     assert loop.event == expected(kind)

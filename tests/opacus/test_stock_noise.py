@@ -98,10 +98,10 @@ def test_the_generator_that_the_optimizer_holds_cannot_be_seeded():
 @pytest.mark.parametrize("given", [False, True])
 def test_it_is_listed(declared, given):
     engine = PrivacyEngine(accountant="hidden_state")
-    if declared:
-        engine.accountant.declare_run(**DECLARED)
     generator = torch.Generator() if given else None
     loop = Loop("DPOptimizer", engine, noise_generator=generator, poisson_sampling=not declared)
+    if declared:
+        engine.accountant.declare_run(**DECLARED)
     list(loop.steps())
     noise = "noise from a generator", "noise_generator"
     (line,) = [line for line in loop.assumptions if any(name in line for name in noise)]
@@ -223,9 +223,9 @@ def test_ghost_clipping_with_an_adaptive_norm(declared):
     Opacus wants more records in a batch than ten times the noise: one is enough here.
     """
     engine = PrivacyEngineAdaptiveClipping(accountant="hidden_state")
-    if declared:
-        engine.accountant.declare_run(**DECLARED)
     arguments = {"grad_sample_mode": "ghost", "noise_multiplier": 0.05}
     loop = Loop("Ghost", engine, poisson_sampling=not declared, **arguments)
+    if declared:
+        engine.accountant.declare_run(**DECLARED)
     with pytest.raises(hsa.UnsupportedRunError, match="got PrivacyEngineAdaptiveClipping"):
         next(loop.steps())

@@ -64,7 +64,7 @@ class StockLoop:
 def stock_loop(
     *, declared=None, data=None, loader=None, original=None, engine=None, base=None, **arguments
 ):
-    """make_private of a PrivacyEngine; `declared` before it is a dictionary of declare_run."""
+    """make_private of a PrivacyEngine; `declared` is a dictionary of declare_run."""
     torch.manual_seed(0)
     model = nn.Linear(FEATURES, CLASSES)
     original = original or DataLoader(
@@ -73,8 +73,6 @@ def stock_loop(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Opacus: secure mode is off
         engine = engine or PrivacyEngine(accountant="hidden_state")
-    if declared is not None:
-        engine.accountant.declare_run(**declared)
     options = {
         "module": model,
         "optimizer": (base or plain_sgd)(model.parameters()),
@@ -87,6 +85,8 @@ def stock_loop(
         private = engine.make_private_with_epsilon(target_delta=DELTA, **options)
     else:
         private = engine.make_private(**{"noise_multiplier": 2.0, **options})
+    if declared is not None:
+        engine.accountant.declare_run(**declared)
     model, optimizer, *criterion, made = private  # with ghost clipping a criterion as well
     criterion = criterion[0] if criterion else nn.CrossEntropyLoss()
     return StockLoop(engine, model, optimizer, made, criterion, original)

@@ -294,10 +294,8 @@ def used_records(order, size=BATCH):
 
 
 def stock_run(is_poisson, declared=None):
-    """The accountant of a stock engine after an epoch; `declared` before make_private or after."""
+    """The accountant of a stock engine after an epoch."""
     engine, model = PrivacyEngine(accountant="hidden_state"), DPDDP(nn.Linear(FEATURES, CLASSES))
-    if declared is not None:
-        engine.accountant.declare_run(**declared)
     sampler = None if is_poisson else DistributedSampler(records(), shuffle=False)
     model, optimizer, loader = engine.make_private(
         module=model,
@@ -307,8 +305,7 @@ def stock_run(is_poisson, declared=None):
         max_grad_norm=1.0,
         poisson_sampling=is_poisson,
     )
-    if declared is None:
-        engine.accountant.declare_run()
+    engine.accountant.declare_run(**(declared or {}))
     for features, labels in loader:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(features), labels).backward()

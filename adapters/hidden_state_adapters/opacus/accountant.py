@@ -100,7 +100,6 @@ class HiddenStateAccountant(IAccountant):
         self._lineage = Lineage()  # what the modules that are trained hold
         self._runs: list[AccountedRun] = self._lineage.runs
         self._check: Callable[[], None] = _nothing  # raises unless the model is the last iterate
-        self._pending: StockDeclaration | None = None  # of the next make_private
         self._made: MadePrivate | None = None  # by the last one
         self._of_undeclared: tuple[Assumption, ...] = ()  # what undeclared steps rest on
         self._is_restored = False  # with what the weights of a checkpoint show
@@ -125,7 +124,7 @@ class HiddenStateAccountant(IAccountant):
         dataset_size: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        """Declares the run of the last make_private, or of the next one if that has steps.
+        """Declares the run of the last make_private, before its first step.
 
         What the loader deals is read: "cyclic" for a loader that does not shuffle, "reshuffled"
         for one with shuffle=True and a generator that was not seeded by a script, "poisson" for
@@ -145,20 +144,18 @@ class HiddenStateAccountant(IAccountant):
 
         Raises:
             UnsupportedRunError: The loader cannot be read or is not what was declared, no bound
-                covers it, or steps were taken undeclared. Of a run that is declared before
-                make_private, it is raised there.
+                covers it, or there is no make_private whose run took no step.
             TypeError, ValueError: An argument has an impossible value.
         """
         arguments = {name: value for name, value in locals().items() if name != "self"}
-        declaration = StockDeclaration(**arguments)
+        declaration, made = StockDeclaration(**arguments), self._made
         self._refuse_undeclared_steps("declare_run")
-        if self._made is None or self._made.num_steps:
-            self._pending = declaration
-        else:
-            self._begin(self._made, declaration)
-
-    def _begin(self, made: MadePrivate, declaration: StockDeclaration) -> None:
-        """Starts a run; nothing is changed if it raises."""
+        if made is None or made.num_steps:
+            raise UnsupportedRunError(
+                "Expected declare_run after make_private and before its first step, got it "
+                f"{'before make_private' if made is None else 'after a step'}: the loader that "
+                "make_private returned is read. Call it right after make_private."
+            )
         if made.optimizer is None:
             raise UnsupportedRunError(
                 "Expected declare_run for make_private of an opacus.PrivacyEngine, got a step hook "
@@ -173,7 +170,7 @@ class HiddenStateAccountant(IAccountant):
             relation=self.neighboring_relation,
         )
         self._drop_empty(made)  # declared again before its first step
-        made.run, self._pending = run, None
+        made.run = run
         self._runs.append(run)
 
     def _drop_empty(self, made: MadePrivate) -> None:
@@ -198,7 +195,7 @@ class HiddenStateAccountant(IAccountant):
             UnsupportedRunError: Steps were taken undeclared.
         """
         self._refuse_undeclared_steps("the run")
-        self._made = self._pending = None
+        self._made = None
         self._runs += [*earlier, run]
         self._check = check
 
@@ -265,9 +262,9 @@ class HiddenStateAccountant(IAccountant):
 
     @history.setter
     def history(self, rows: list[Row]) -> None:
-        if self._runs or self._pending is not None:
+        if self._runs:
             raise ValueError(
-                f"Expected no runs when history is overwritten, got {len(self._runs) or 1}: the "
+                f"Expected no runs when history is overwritten, got {len(self._runs)}: the "
                 "figure of the history would stand for theirs. Use a fresh accountant."
             )
         self._history: list[Row] = [(float(n), float(q), int(k)) for n, q, k in rows]
@@ -283,7 +280,7 @@ class HiddenStateAccountant(IAccountant):
         Raises:
             UnsupportedRunError: A run was declared: it is recorded through the optimizer's hook.
         """
-        if self._runs or self._pending is not None:
+        if self._runs:
             raise UnsupportedRunError(
                 "Expected the steps of a declared run through the optimizer's step hook, got a "
                 "direct call of step(), which does not say enough about the step."
@@ -302,18 +299,14 @@ class HiddenStateAccountant(IAccountant):
         """The hook that records a step of one optimizer; see `IAccountant`.
 
         Raises:
-            UnsupportedRunError: The loader that make_private makes now is not that of the declared
-                run, or its noise was found for other batches.
+            UnsupportedRunError: The noise was found for other batches, or cannot be drawn.
         """
         made = MadePrivate.by_caller(self, sample_rate)
         if made.optimizer is not None:
             self._check_initial(made, made.optimizer)
         made.prepare()
-        previous = self._made
-        if self._pending is not None:
-            self._begin(made, self._pending)
-        if previous is not None:
-            self._drop_empty(previous)
+        if self._made is not None:
+            self._drop_empty(self._made)
         self._made = made
         return lambda optimizer: self._take_step(made, optimizer)
 
@@ -375,7 +368,7 @@ class HiddenStateAccountant(IAccountant):
                 "This run ended when make_private was called again; its last iterate was taken as "
                 "released then."
             )
-        if made.run is None and (self._runs or self._pending is not None):
+        if made.run is None and self._runs:
             raise UnsupportedRunError(
                 "Expected one declare_run for every make_private, got an optimizer without one. "
                 "Call engine.accountant.declare_run(...) after make_private, before its first step."
@@ -479,11 +472,6 @@ class HiddenStateAccountant(IAccountant):
         self._is_restored = True
 
     def _load_runs(self, states: list[Any]) -> None:
-        if self._pending is not None:
-            raise ValueError(
-                "Expected a run whose loader was read, got one that was only declared. Call "
-                "make_private before the state is loaded."
-            )
         current = self._runs[-1:]
         ended = [AccountedRun.ended(state) for state in (states[:-1] if current else states)]
         for run in current:
