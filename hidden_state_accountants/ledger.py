@@ -177,7 +177,7 @@ def budget(epsilon: float, delta: float) -> Iterator[Budget]:
     validate.real("delta", delta, above=0)
     if active_budget() is not None:
         raise ValueError("Expected one budget at a time, got a block inside of another's.")
-    _active = found = Budget(epsilon, delta, _ledgers(os.getpid())[0])
+    _active = found = Budget(epsilon, delta, _ledgers(os.getpid())[0][0])
     found.ledger.parent.mkdir(mode=0o700)
     try:
         with found._database() as database:
@@ -194,7 +194,10 @@ def budget(epsilon: float, delta: float) -> Iterator[Budget]:
 
 def active_budget() -> Budget | None:
     """That of the block that this process, or one that it descends from, is in."""
-    for ledger in _ledgers(os.getpid()):
+    ledgers, names = _ledgers(os.getpid())
+    if not any([os.access(name, os.F_OK) for name in names]):  # asked in every step of a run
+        return None
+    for ledger in ledgers:
         if _is_own(ledger):
             return _active if _active and _active.ledger == ledger else budget_at(ledger)
     return None
@@ -228,8 +231,8 @@ def budget_at(ledger: pathlib.Path) -> Budget:
 
 
 @functools.lru_cache(maxsize=1)
-def _ledgers(process: int) -> tuple[pathlib.Path, ...]:
-    """Folders in which this process, and those that it descends from, keep the ledger of a block.
+def _ledgers(process: int) -> tuple[tuple[pathlib.Path, ...], tuple[str, ...]]:
+    """Paths, and their names, where this process and those that it descends from keep the ledger.
 
     The name has the moment at which the process started: numbers of processes come again. Where the
     system does not tell (it has no /proc), the ancestors are the parent alone.
@@ -243,12 +246,12 @@ def _ledgers(process: int) -> tuple[pathlib.Path, ...]:
             parent, started = int(stat[1]), stat[19]
         found.append(folder / f"budget-{process}-{started}" / "ledger")
         process, parent = parent, 0
-    return tuple(found)
+    return tuple(found), tuple(map(str, found))
 
 
 def _is_own(ledger: pathlib.Path) -> bool:
     """Returns whether such a ledger lies in a folder that nobody else made: it holds pickles."""
-    if not os.path.exists(ledger):  # asked in every step of a run: faster than Path.exists
+    if not ledger.exists():
         return False
     return os.name == "nt" or ledger.parent.stat().st_uid == os.getuid()
 

@@ -285,6 +285,27 @@ def test_outputs_are_computed_from_the_own_copy(make_run, monkeypatch):
     assert torch.equal(ends[0][1], ends[1][1])
 
 
+def write(run):
+    """As averages of weights are put in: torch does not count it."""
+    run.plain_model.weight.data.add_(1.0)
+
+
+def load(run):
+    state = run.plain_model.state_dict()
+    run.plain_model.load_state_dict({name: value + 1 for name, value in state.items()})
+
+
+@pytest.mark.parametrize("change", [write, load])
+@pytest.mark.parametrize("kind", ["known loss", "DiceSGD of a known loss", "blocks"])
+def test_weights_that_change_after_the_pass_are_refused(make_run, kind, change):
+    run = a_run(make_run, kind)
+    features, labels = next(iter(run.loader))
+    run.criterion(run.model(features), labels).backward()
+    change(run)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 1: .*changed outside"):
+        run.optimizer.step()
+
+
 # --- a term of the loss that is not trained -------------------------------------------------------
 
 

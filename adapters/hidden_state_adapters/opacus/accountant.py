@@ -45,7 +45,6 @@ from hidden_state_adapters.opacus.registry import (
     end_other_runs,
     note_trained,
 )
-from hidden_state_adapters.opacus.settings import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.opacus.stock import (
     ON_TRUST,
     MadePrivate,
@@ -54,6 +53,7 @@ from hidden_state_adapters.opacus.stock import (
     check_noise,
     count_rows,
 )
+from hidden_state_adapters.opacus.update_rules import WHY_NOT_ADAPTIVE
 from hidden_state_adapters.public_numbers import warn_of_delta
 
 MECHANISM = "hidden_state"
@@ -221,7 +221,7 @@ class HiddenStateAccountant(IAccountant):
     def take_over(self, run: Any) -> None:
         """Hangs the runs of this accountant on the model that a TrainingRun trains."""
         end_other_runs(run.declared.inner, self._lineage)
-        note_trained(run.declared.inner, run.source.iterate.params, self._lineage)
+        note_trained(run.declared.inner, run.passes.params, self._lineage)
         self._lineage.current = weakref.ref(run)
 
     def assume(self, text: str) -> None:
@@ -500,8 +500,8 @@ def _rows(run: Run) -> list[Row]:
 def _check_finite(optimizer: DPOptimizer, step: int) -> None:
     """Raises UnsupportedRunError if the noisy gradients are not finite."""
     gradients = [p.grad for p in optimizer.params if p.grad is not None]
-    sums = {str(i): g.sum(dtype=torch.float64) for i, g in enumerate(gradients)}  # of fewer passes
-    if not all(map(math.isfinite, read(sums).values())):
+    sums = [gradient.sum(dtype=torch.float64) for gradient in gradients]  # of fewer passes
+    if not all(map(math.isfinite, read(sums))):
         raise UnsupportedRunError(
             f"step {step} has a gradient that is not finite, which no clip bounds and no noise "
             "hides. Look for a division by 0, or scale the loss down."

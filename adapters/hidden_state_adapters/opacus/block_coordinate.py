@@ -11,24 +11,23 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import (
-    BatchOrder,
     BlockCoordinateDpEvent,
     Regulariser,
+    Schedule,
     UnsupportedRunError,
     validate,
 )
-from hidden_state_accountants.runs.run import BlockCoordinateRun, Step
-from hidden_state_adapters.opacus.clipped_sum import move_by_sgd
+from hidden_state_accountants.runs import algorithms
+from hidden_state_accountants.runs.algorithms import Algorithm
+from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus.criteria import check_convexity
 from hidden_state_adapters.opacus.declared import DeclaredRun
 from hidden_state_adapters.opacus.gradients import Piece
 from hidden_state_adapters.opacus.norms import check_clip_norms, clip_factors
-from hidden_state_adapters.opacus.optimizer import MechanismOptions, PrivateOptimizer
 from hidden_state_adapters.opacus.options import RunArguments
-from hidden_state_adapters.opacus.settings import sgd_options
+from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
 from hidden_state_adapters.opacus.step_maps import RegulariserProx
-
-_ORDERS = (BatchOrder.CYCLIC, BatchOrder.FULL)
+from hidden_state_adapters.opacus.update_rules import move_by_sgd, sgd_options
 
 
 @attrs.frozen
@@ -155,33 +154,43 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
             )
 
     @classmethod
-    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> BlockCoordinateRun:
-        """What records the declared run.
+    def algorithm(cls, declared: DeclaredRun, noise_multiplier: float) -> Algorithm:
+        """See `PrivateOptimizer.algorithm`.
 
         Raises:
-            UnsupportedRunError: The batches are not fixed, or no whole epochs are declared.
+            UnsupportedRunError: No whole epochs are declared.
         """
-        _check_batches(declared)
-        return BlockCoordinateRun(**_settings(declared))
+        arguments, batches = declared.arguments, declared.plan.num_batches
+        total = declared.schedule.num_steps
+        if total is not None and total % batches:
+            raise UnsupportedRunError(
+                f"Expected num_steps in whole epochs of {batches} steps, got {total}: the bound on "
+                "DP-MBCD is about whole epochs, and the run would end without an epsilon. Declare "
+                f"{-(-total // batches) * batches}."
+            )
+        return algorithms.BlockCoordinate(
+            noise_multiplier=noise_multiplier,
+            clip_norm=validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True),
+            step_size=_learning_rate(declared.optimizer) * declared.scale,
+            num_blocks=len(_blocks_of(declared.optimizer)),
+            prox_strong_convexity=float(arguments.mechanism.l2),
+            loss=declared.loss,
+        )
 
     @classmethod
     def event(
         cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
     ) -> BlockCoordinateDpEvent:
-        """The declared run, with the number of steps rounded up to whole epochs."""
-        _check_batches(declared)
+        """Returns the declared run, with the number of steps rounded up to whole epochs."""
         batches = declared.plan.num_batches
-        settings = _settings(declared)
-        run = BlockCoordinateRun(**settings)
-        step = Step(
-            noise_multiplier=noise_multiplier,
-            clip_norm=settings["clip_norm"],
-            learning_rate=settings["step_size"],
-            rows=settings["batch_size"],
-        )
-        run.add_counted(step, -(-num_steps // batches) * batches)
-        event: BlockCoordinateDpEvent = run.event()
+        whole = -(-num_steps // batches) * batches
+        event: BlockCoordinateDpEvent = super().event(declared, noise_multiplier, whole)
         return event
+
+    @classmethod
+    def rates(cls, declared: DeclaredRun, num_steps: int) -> tuple[float | Schedule, float]:
+        """Returns the constant step size."""
+        return _learning_rate(declared.optimizer) * declared.scale, 0.0
 
     # What stays the same
 
@@ -202,18 +211,22 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         """The trainable parameters of every parameter group."""
         return self._blocks
 
-    def accumulate(self, piece: Piece) -> None:
+    def clip_and_accumulate(self) -> None:
         """Takes the sum of the block's clipped gradients; all other gradients are forgotten."""
+        piece = self._same_clip_norm()
         for p in self.trained:
             p.summed_grad = None  # type: ignore[attr-defined]
-        factors = clip_factors(piece.norms, float(self.max_grad_norm))
-        piece.add_sums(factors)
+        piece.add_sums(clip_factors(piece.norms, float(self.max_grad_norm)))
         for p in self.trained:
             p.grad = None  # the wrapped optimizer moves what has a gradient
 
-    def check_pieces(self, piece: Piece) -> None:
-        """Raises UnsupportedRunError if the blocks of a step get different noise."""
-        noise = float(self.noise_multiplier)
+    def add_noise(self) -> None:
+        """Adds noise as Opacus does.
+
+        Raises:
+            UnsupportedRunError: The blocks of a step get different noise.
+        """
+        piece, noise = self._same_clip_norm(), float(self.noise_multiplier)
         if piece.block and noise != self._noise_multiplier:
             raise UnsupportedRunError(
                 f"step {piece.step} uses noise_multiplier = {noise:g}, expected "
@@ -221,6 +234,7 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
                 "step. Change noise_multiplier between steps, not in the closure."
             )
         self._noise_multiplier = noise
+        super().add_noise()
 
     def recorded(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
         """Returns the record of a step, with its step size."""
@@ -228,13 +242,10 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         return super().recorded(batch, rows, largest_norm, **values, learning_rate=rate)
 
     def move(self, piece: Piece) -> None:
-        """The step of plain SGD, of the parameters of the block."""
+        """Makes the step of plain SGD, of the parameters of the block, and applies the prox."""
         move_by_sgd(self.original_optimizer, piece.params)
-
-    def after_move(self, piece: Piece) -> None:
-        """Applies the prox; the next block needs gradients at the new values."""
         RegulariserProx(self._regulariser).apply(piece.params, self.step_size)
-        for p in self.trained:
+        for p in self.trained:  # the next block needs gradients at the new values
             p.grad = p.grad_sample = p.summed_grad = None  # type: ignore[attr-defined]
 
     @property
@@ -246,37 +257,6 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
     def num_blocks(self) -> int:
         """The number of blocks, p."""
         return len(self.blocks)
-
-
-def _settings(declared: DeclaredRun) -> dict[str, Any]:
-    """The arguments of `BlockCoordinateRun`."""
-    arguments = declared.arguments
-    return {
-        "step_size": _learning_rate(declared.optimizer) * declared.scale,
-        "clip_norm": validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True),
-        "batch_size": declared.plan.batch_size,
-        "num_blocks": len(_blocks_of(declared.optimizer)),
-        "prox_strong_convexity": float(arguments.mechanism.l2),
-        "dataset_size": len(declared.plan.records),
-        "block_loss": declared.loss,
-    }
-
-
-def _check_batches(declared: DeclaredRun) -> None:
-    order, batches = declared.plan.order, declared.plan.num_batches
-    if order not in _ORDERS:
-        raise UnsupportedRunError(
-            f'Expected batch_order = "cyclic" or "full" with BlockCoordinateOptimizer, got '
-            f'"{order.value}": the bound on DP-MBCD is about the same batches in the same order in '
-            "every epoch."
-        )
-    total = declared.schedule.num_steps
-    if total is not None and total % batches:
-        raise UnsupportedRunError(
-            f"Expected num_steps in whole epochs of {batches} steps, got {total}: the bound on "
-            "DP-MBCD is about whole epochs, and the run would end without an epsilon. Declare "
-            f"{-(-total // batches) * batches}."
-        )
 
 
 def _blocks_of(optimizer: Optimizer) -> list[list[nn.Parameter]]:

@@ -9,15 +9,15 @@ from opacus.optimizers import DPOptimizerFastGradientClipping, DPPerLayerOptimiz
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from hidden_state_accountants import Assumption, LastIterateDpEvent, UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.runs.run import Step
-from hidden_state_adapters.opacus.clipped_sum import ClippedSum, move_by_any_rule
-from hidden_state_adapters.opacus.declared import DeclaredRun
 from hidden_state_adapters.opacus.gradients import Piece
 from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.precision import is_half
-from hidden_state_adapters.opacus.settings import (
+from hidden_state_adapters.opacus.private_step import PrivateOptimizer
+from hidden_state_adapters.opacus.update_rules import (
     UnsupportedUpdateError,
+    move_by_any_rule,
     refuse_loaded_moments,
     refuse_moments,
     refuse_step_hooks,
@@ -34,7 +34,7 @@ _HALF = (
 )
 
 
-class ComposedOptimizer(ClippedSum):
+class ComposedOptimizer(PrivateOptimizer):
     """Any optimizer of torch along noisy gradients, on the batches of a plan.
 
     What `HiddenStatePrivacyEngine.make_private` makes where nothing asks for a hidden state.
@@ -81,7 +81,7 @@ class ComposedOptimizer(ClippedSum):
             self.max_grad_norms = arguments.max_grad_norm
             self._accumulate = DPPerLayerOptimizer.clip_and_accumulate
             self._clipped = ", clipped per layer"
-        elif self.run.source.ghost is not None:
+        elif self.run.passes.ghost is not None:
             self._accumulate = DPOptimizerFastGradientClipping.accumulate
 
     @classmethod
@@ -100,19 +100,6 @@ class ComposedOptimizer(ClippedSum):
             )
         if getattr(arguments.optimizer, "run", None) is None:
             refuse_moments(optimizer)  # those of an engine's optimizer were left by its runs
-
-    @classmethod
-    def event(
-        cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
-    ) -> LastIterateDpEvent:
-        """The run; any positive learning rate stands for the update rule."""
-        return LastIterateDpEvent(
-            noise_multiplier=noise_multiplier,
-            learning_rate=1.0,
-            clip_norm=declared.arguments.clip_norm,
-            num_steps=num_steps,
-            **cls.constants(declared),
-        )
 
     @property
     def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
@@ -162,12 +149,13 @@ class ComposedOptimizer(ClippedSum):
                 f"of the records {rule.__name__} sees only the noisy gradients in .grad"
             )
 
-    def clip(self, piece: Piece, clip_norm: float) -> None:
+    def clip_and_accumulate(self) -> None:
         """Adds the clipped gradients of a piece to the sums."""
         if self._accumulate:
+            self._same_clip_norm()
             self._accumulate(self)
         else:
-            super().clip(piece, clip_norm)
+            super().clip_and_accumulate()
 
     def move(self, piece: Piece) -> None:
         """Lets the wrapped optimizer move what is trained."""

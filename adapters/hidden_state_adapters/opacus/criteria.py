@@ -153,15 +153,23 @@ class KnownCriterion:
             is_label = target.numel() != output.numel()
             return self.loss.slopes(output, target.reshape(-1 if is_label else output.shape))
         if isinstance(self.criterion, nn.CrossEntropyLoss) and not target.is_floating_point():
-            classes = torch.arange(output.shape[1], device=output.device)
-            target = (target.reshape(-1, 1) == classes).to(output.dtype)
-            target /= target.sum(dim=1, keepdim=True)  # 1, and NaN for a label that is no class
+            count = output.shape[1]
+            labels = target.reshape(-1).long().clamp(-1, count).add_(1)
+            target = _one_hot(count, output.dtype, output.device).index_select(0, labels)
             fits = None
         else:
             target = target.to(output.dtype).reshape(output.shape)
             fits = None if is_target is None else is_target(target)
         slopes: torch.Tensor = self.loss.slopes(output, target)
         return slopes if fits is None else slopes.where(fits[:, None], math.nan)
+
+
+@functools.lru_cache
+def _one_hot(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Returns the probabilities that labels from -1 on stand for; of what is no class NaN."""
+    rows = torch.eye(count + 2, count, dtype=dtype, device=device).roll(1, dims=0)
+    rows[[0, -1]] = math.nan
+    return rows
 
 
 def _cross_entropy(criterion: nn.CrossEntropyLoss, outputs: int) -> LinearLoss:

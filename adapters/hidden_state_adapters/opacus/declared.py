@@ -23,11 +23,10 @@ from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import criteria
 from hidden_state_adapters.opacus.criteria import KnownCriterion
 from hidden_state_adapters.opacus.frozen import FrozenPart
-from hidden_state_adapters.opacus.iterate import check_parameters
 from hidden_state_adapters.opacus.noise import check_noise_source
 from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.order import plan_batches
-from hidden_state_adapters.opacus.precision import is_half
+from hidden_state_adapters.opacus.precision import check_precision, is_half
 from hidden_state_adapters.opacus.processes import WRAPPERS, ProcessGroup, trains_together
 from hidden_state_adapters.opacus.schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.step_maps import StepMap
@@ -72,17 +71,6 @@ class DeclaredRun:
     def lipschitz(self) -> float | None:
         """The declared bound on per-example gradient norms."""
         return None if self.loss is None else self.loss.lipschitz
-
-    @property
-    def batches(self) -> dict[str, Any]:
-        """The fields of an event that are about the batches."""
-        plan = self.plan
-        return {
-            "batch_order": plan.order,
-            "batch_size": plan.batch_size,
-            "dataset_size": plan.dataset_size,
-            "sampling_rate": plan.sampling_rate,
-        }
 
     @property
     def known_criterion(self) -> KnownCriterion | None:
@@ -163,7 +151,7 @@ class DeclaredRun:
         arguments = arguments.with_clip_norm(loss)
         arguments.optimizer_class.check_arguments(arguments, inner, optimizer)
         is_composed = arguments.optimizer_class.is_composed
-        check_parameters(inner, optimizer, allows_half=is_composed and group is None)
+        _check_parameters(inner, optimizer, allows_half=is_composed and group is None)
         trained = [p for p in inner.parameters() if p.requires_grad]
         check_noise_source(trained, arguments.noise_generator)
         maps = arguments.after or {}
@@ -204,6 +192,31 @@ class DeclaredRun:
         for part in maps.values():
             part.start(trained, float(optimizer.param_groups[0]["lr"]) * run.scale)
         return run
+
+
+def _check_parameters(module: nn.Module, optimizer: Optimizer, *, allows_half: bool) -> None:
+    """Raises UnsupportedRunError unless `optimizer` trains exactly the trainable parameters."""
+    own: Mapping[str, nn.Parameter] = dict(module.named_parameters())
+    known = {id(p) for p in own.values()}
+    managed = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if managed - known:
+        raise UnsupportedRunError(
+            "Expected the optimizer to hold parameters of the module only, got "
+            f"{len(managed - known)} others (Module parameters are different than optimizer "
+            "Parameters). Construct it with module.parameters()."
+        )
+    if not any(p.requires_grad for p in own.values()):
+        raise UnsupportedRunError("Expected a module with trainable parameters, got none.")
+    for name, param in own.items():
+        if not param.requires_grad:
+            continue
+        if not (allows_half and is_half(param)):
+            check_precision(f"parameter {name}", param)
+        if id(param) not in managed:
+            raise UnsupportedRunError(
+                f"Expected every trainable parameter in the optimizer, {name} is missing: other "
+                "code could train it unaccounted. Add it, or freeze it with requires_grad_(False)."
+            )
 
 
 def _check_relation(arguments: RunArguments, relation: NeighboringRelation) -> None:

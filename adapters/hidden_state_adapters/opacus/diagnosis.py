@@ -7,8 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from hidden_state_adapters.opacus.targets import REMEDY
-
+REMEDY = (
+    "A loop that maps labels (to -1 and 1, to probabilities, by a scale) passes make_private "
+    "targets=, the function of the loader's last tensor that it applies; every record by itself."
+)
 _ALIKE = 1e-3  # of the length of slopes that are told apart
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from hidden_state_accountants import DiceSgdDpEvent, UnsupportedRunError, validate
-from hidden_state_accountants.runs.run import DiceSgdRun, Step
-from hidden_state_adapters.opacus.clipped_sum import move_by_any_rule
+from hidden_state_accountants import UnsupportedRunError, validate
+from hidden_state_accountants.runs import algorithms
+from hidden_state_accountants.runs.algorithms import Algorithm
 from hidden_state_adapters.opacus.declared import DeclaredRun
 from hidden_state_adapters.opacus.gradients import Figure, Piece
 from hidden_state_adapters.opacus.norms import (
@@ -22,10 +22,11 @@ from hidden_state_adapters.opacus.norms import (
     joint_norms,
     smallest_norm,
 )
-from hidden_state_adapters.opacus.optimizer import MechanismOptions, PrivateOptimizer
 from hidden_state_adapters.opacus.options import RunArguments
-from hidden_state_adapters.opacus.settings import (
+from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
+from hidden_state_adapters.opacus.update_rules import (
     check_type,
+    move_by_any_rule,
     refuse_loaded_moments,
     refuse_moments,
     refuse_per_layer,
@@ -62,17 +63,20 @@ class HiddenError:
     Everything in it depends on the records without noise. It cannot be copied, pickled or printed.
 
     Attributes:
-        norm: Of the error, when a step looked at it last (0-dim).
+        norm: Norm of the error before the current step (0-dim).
+        rests: Sums of g - clip(g) over the pieces of the batch so far, one tensor for each
+            parameter; empty before the first piece.
 
     Args:
         params: The trainable parameters; two tensors of the shape of each are kept at most.
     """
 
+    norm: torch.Tensor
+
     def __init__(self, params: Sequence[nn.Parameter]):
         self._params = list(params)
-        self._errors: list[torch.Tensor | None] = [None] * len(self._params)  # None: 0
-        self._rests: list[torch.Tensor | None] = [None] * len(self._params)
-        self.norm: torch.Tensor = torch.zeros(())
+        self._errors = [torch.zeros_like(param.detach()) for param in params]
+        self.rests: list[torch.Tensor] = []
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -85,58 +89,43 @@ class HiddenError:
         )
 
     def error(self, index: int) -> torch.Tensor:
-        """The error of one parameter, on its device."""
-        param, error = self._params[index], self._errors[index]
-        error = torch.zeros_like(param.detach()) if error is None else error.to(param)
-        self._errors[index] = error
-        return error
+        """Returns the error of one parameter."""
+        return self._errors[index]
 
-    def figures(self) -> Mapping[str, Figure]:
-        """The norm of the whole error."""
-        if all(error is None for error in self._errors):
-            self.norm = torch.zeros_like(self._params[0].detach().flatten()[0])
-        else:
-            self.norm = joint_norms([self.error(i)[None] for i in range(len(self._params))])[0]
-        return {"error": self.norm}
+    def length(self) -> torch.Tensor:
+        """Returns the norm of the whole error, which is brought to where the parameters are."""
+        for index, (error, param) in enumerate(zip(self._errors, self._params, strict=True)):
+            if error.device != param.device:
+                self._errors[index] = error.to(param.device)
+        self.norm = joint_norms([error[None] for error in self._errors])[0]
+        return self.norm
 
-    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
-        """Raises UnsupportedRunError if the error is not finite."""
-        if not math.isfinite(values["error"]):
-            raise UnsupportedRunError(
-                f"step {piece.step}: the error overflowed; no clip bounds it."
-            )
-
-    @property
-    def rests(self) -> list[torch.Tensor]:
-        """What the batch has added so far, of every parameter."""
-        return [rest for rest in self._rests if rest is not None]
-
-    def add_rest(self, index: int, rest: torch.Tensor) -> None:
+    def add_rests(self, rests: Sequence[torch.Tensor]) -> None:
         """Adds sums of g - clip(g) over the records of (a piece of) the batch."""
-        before = self._rests[index]
-        self._rests[index] = rest if before is None else before.add_(rest)
+        if self.rests:
+            rests = [before.add_(rest) for before, rest in zip(self.rests, rests, strict=True)]
+        self.rests = list(rests)
 
-    def advance(self, factor: torch.Tensor, divisor: int) -> None:
-        r"""The next error; `factor` is that of clip(e, C2).
+    def feed(self, factor: torch.Tensor, divisor: int) -> None:
+        r"""Adds the clipped error to the noisy sums, and moves it on.
 
         .. math:: e \gets [e - \mathrm{clip}(e, C_2)] + \frac1B \sum_i [g_i - \mathrm{clip}(g_i)]
-        """
-        left = 1 - factor
-        for index, rest in enumerate(self._rests):
-            error = self.error(index)
-            # ZBWH24, Algorithm 2, line 7, arXiv 2311.14632
-            error.mul_(left.to(error))
-            if rest is not None:
-                error.add_(rest, alpha=1 / divisor)
-            self._rests[index] = None
 
-    def forget_pieces(self) -> None:
-        """Pieces from before the checkpoint was loaded belong to no batch of the run."""
-        self._rests = [None] * len(self._params)
+        Args:
+            factor: Factor of clip(e, C_2).
+            divisor: B.
+        """
+        fed, left = factor * divisor, 1 - factor
+        for param, error, rest in zip(self._params, self._errors, self.rests, strict=True):
+            assert param.grad is not None
+            # ZBWH24, Algorithm 2, lines 5 to 7, arXiv 2311.14632
+            param.grad.addcmul_(error, fed.to(error))
+            error.mul_(left.to(error)).add_(rest, alpha=1 / divisor)
+        self.rests = []
 
     def copies(self) -> list[torch.Tensor]:
-        """The errors of all parameters, on the CPU. Secret."""
-        return [self.error(i).cpu().clone() for i in range(len(self._params))]
+        """Returns the errors of all parameters, on the CPU. Secret."""
+        return [error.cpu().clone() for error in self._errors]
 
     def load(self, errors: Sequence[torch.Tensor]) -> None:
         """Restores what `copies` returned.
@@ -236,14 +225,6 @@ class DiceSGDOptimizer(PrivateOptimizer):
         refuse_step_hooks(optimizer)
         options: DiceSGD = arguments.mechanism
         refuse_per_layer(error_max_grad_norm=options.error_max_grad_norm)
-        cap = arguments.batch_order.max_batch_size
-        if cap is not None:
-            raise UnsupportedRunError(
-                f"Expected max_batch_size = None with {arguments.optimizer_class.__name__}, got "
-                f"{cap}: a capped batch is not a Poisson batch, and the bound on DiceSGD has no "
-                "term for the cap. Leave it out; use BatchMemoryManager where batches do not fit "
-                "into memory."
-            )
         if arguments.loss_geometry not in (None, "auto"):
             raise UnsupportedRunError(
                 f"Expected loss_geometry = None with {arguments.optimizer_class.__name__}, got "
@@ -259,21 +240,23 @@ class DiceSGDOptimizer(PrivateOptimizer):
         refuse_moments(optimizer)
 
     @classmethod
-    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> DiceSgdRun:
-        """What records the declared run."""
-        return DiceSgdRun(**_settings(declared, noise_multiplier))
-
-    @classmethod
-    def event(
-        cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
-    ) -> DiceSgdDpEvent:
-        """The declared run with this noise and number of steps."""
-        settings = _settings(declared, noise_multiplier)
-        run, constant = DiceSgdRun(**settings), ("noise_multiplier", "clip_norm")
-        step = Step(rows=declared.plan.batch_size, **{name: settings[name] for name in constant})
-        run.add_counted(step, num_steps)
-        event: DiceSgdDpEvent = run.event()
-        return event
+    def algorithm(cls, declared: DeclaredRun, noise_multiplier: float) -> Algorithm:
+        """See `PrivateOptimizer.algorithm`."""
+        arguments = declared.arguments
+        clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
+        options: DiceSGD = arguments.mechanism
+        bound = options.gradient_bound
+        if declared.lipschitz is not None and not options.automatic:
+            bound = min(
+                bound, declared.lipschitz
+            )  # of a known loss, for all records that there are
+        return algorithms.DiceSGD(
+            noise_multiplier=validate.magnitude("noise_multiplier", noise_multiplier),
+            clip_norm=clip_norm,
+            error_clip_norm=_error_clip(options, clip_norm),
+            automatic=options.automatic,
+            gradient_bound=bound,
+        )
 
     # What stays the same
 
@@ -295,44 +278,37 @@ class DiceSGDOptimizer(PrivateOptimizer):
             return clip_factors(norms, bound)
         return clip_factors(norms, bound, automatic=True, smallest=smallest_norm(self.trained))
 
-    def figures(self) -> Mapping[str, Figure]:
-        """The norm of the error."""
-        return self.hidden.figures()
+    def hidden_norm(self) -> Figure:
+        """Returns the norm of the error."""
+        return self.hidden.length()
 
-    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
-        """Raises UnsupportedRunError if the error is not finite."""
-        self.hidden.judge(piece, values)
-
-    def accumulate(self, piece: Piece) -> None:
+    def clip_and_accumulate(self) -> None:
         """Adds the clipped gradients to summed_grad and the rest of each to the hidden error."""
+        piece = self._piece
+        assert piece is not None
+        if not math.isfinite(piece.error):
+            raise UnsupportedRunError(
+                f"step {piece.step}: the error overflowed; no clip bounds it."
+            )
         factors = self._clip(piece.norms, float(self.max_grad_norm))
         # Not the difference of two sums: what is not clipped leaves exactly nothing.
-        rests = piece.add_sums(factors, 1 - factors)
-        for index, (rest,) in enumerate(rests):
-            self.hidden.add_rest(index, rest)
+        self.hidden.add_rests([rest for (rest,) in piece.add_sums(factors, 1 - factors)])
 
-    def further_sums(self) -> Sequence[torch.Tensor]:
-        """What the batch adds to the error, which is that of all processes together."""
-        return self.hidden.rests
-
-    def after_noise(self, piece: Piece) -> None:
-        r"""Adds B times the clipped error to the noisy sums, and moves the error on.
+    def add_noise(self) -> None:
+        r"""Adds noise and B times the clipped error to the sums, and moves the error on.
 
         .. math::
             \sum_i \mathrm{clip}(g_i, C_1) + B\, \mathrm{clip}(e_t, C_2) +
             \mathcal{N}(0, (B \sigma_1)^2 I), \qquad
             B \sigma_1 = \text{noise_multiplier} \cdot C_1
 
-        The division by B follows.
+        The division by B follows. Of several processes the error is that of all of them together.
         """
-        divisor = int(self.expected_batch_size)  # type: ignore[arg-type]
+        super().add_noise()
+        if self.group is not None:
+            self.group.add_up(self.hidden.rests)
         factor = self._clip(self.hidden.norm, float(self.error_max_grad_norm))
-        fed = factor * divisor
-        for index, p in enumerate(self.trained):
-            # ZBWH24, Algorithm 2, lines 5 and 6, arXiv 2311.14632
-            assert p.grad is not None
-            p.grad.addcmul_(self.hidden.error(index), fed.to(p))
-        self.hidden.advance(factor, divisor)
+        self.hidden.feed(factor, int(self.expected_batch_size))  # type: ignore[arg-type]
 
     def move(self, piece: Piece) -> None:
         """Lets the wrapped optimizer move what is trained."""
@@ -361,7 +337,7 @@ class DiceSGDOptimizer(PrivateOptimizer):
     def forget_pieces(self) -> None:
         """See `PrivateOptimizer.forget_pieces`."""
         super().forget_pieces()
-        self.hidden.forget_pieces()
+        self.hidden.rests = []
 
     def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
         """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
@@ -393,24 +369,6 @@ class DiceAdamOptimizer(DiceSGDOptimizer):
 
     base_types = (Adam, AdamW)
     checked = DiceSGDOptimizer.checked
-
-
-def _settings(declared: DeclaredRun, noise_multiplier: float) -> dict[str, Any]:
-    """The arguments of `DiceSgdRun`."""
-    arguments = declared.arguments
-    clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
-    options: DiceSGD = arguments.mechanism
-    bound = options.gradient_bound
-    if declared.lipschitz is not None and not options.automatic:
-        bound = min(bound, declared.lipschitz)  # of a known loss, for all records that there are
-    return {
-        "noise_multiplier": validate.magnitude("noise_multiplier", noise_multiplier),
-        "clip_norm": clip_norm,
-        "error_clip_norm": _error_clip(options, clip_norm),
-        "automatic": options.automatic,
-        **declared.batches,
-        "gradient_bound": bound,
-    }
 
 
 def _error_clip(options: DiceSGD, clip_norm: float) -> float:

@@ -40,8 +40,9 @@ from hidden_state_adapters.opacus.declared import DeclaredRun, is_shared
 from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
 from hidden_state_adapters.opacus.loader import private_loader
 from hidden_state_adapters.opacus.noise import GIVEN_NOISE
-from hidden_state_adapters.opacus.optimizer import MechanismOptions, PrivateOptimizer
 from hidden_state_adapters.opacus.options import RunArguments, RunOptions
+from hidden_state_adapters.opacus.passes import LOSS_OF_RECORDS
+from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
 from hidden_state_adapters.opacus.processes import News, ProcessGroup
 from hidden_state_adapters.opacus.registry import (
     AccountedRun,
@@ -51,7 +52,6 @@ from hidden_state_adapters.opacus.registry import (
 from hidden_state_adapters.opacus.run import SECTION, TrainingRun
 from hidden_state_adapters.opacus.sampled import SampledRun
 from hidden_state_adapters.opacus.sgd import HiddenStateOptimizer
-from hidden_state_adapters.opacus.source import LOSS_OF_RECORDS
 from hidden_state_adapters.opacus.wrappers import HeadModule, RowLosses, private_module
 from hidden_state_adapters.public_numbers import warn_of_delta, warn_of_equal, warn_of_longest
 
@@ -303,7 +303,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 f"batches), got {total} declared steps. Make epochs and num_steps (or the length "
                 "of schedule) agree."
             )
-        warn_of_delta(target_delta, declared.batches["dataset_size"])
+        warn_of_delta(target_delta, declared.plan.dataset_size)
         return calibrate_noise_after(
             [
                 recorder.event()
@@ -414,7 +414,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     def _private_module(self, run: TrainingRun) -> Any:
         """The model in Opacus' wrapper, or in that of a linear head, which needs no hooks."""
-        arguments, source = run.declared.arguments, run.source
+        arguments, passes = run.declared.arguments, run.passes
         module: Any = arguments.module
         options = {
             "batch_first": arguments.batch_first,
@@ -423,7 +423,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if isinstance(module, HeadModule):
             module = module._module
         self.validate(module=module, optimizer=None, data_loader=None)
-        if not isinstance(source, SampledRun):
+        if not isinstance(passes, SampledRun):
             return HeadModule.of(module, **options)
         made = private_module(
             module,
@@ -432,7 +432,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             wrap_model=arguments.wrap_model,
             **options,
         )
-        source.follow(made)
+        passes.follow(made)
         return made
 
     def _take_over(self, run: TrainingRun, earlier: Sequence[AccountedRun]) -> None:
@@ -504,7 +504,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked by the software, declared or public."""
         proven, run = self.accountant.guarantee.assumptions, self._run
-        is_computed_here = run is not None and run.source.computes_loss
+        is_computed_here = run is not None and run.passes.computes_loss
         own = [
             *([] if is_computed_here else [Assumption.declared(_NOT_SEEN)]),
             Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),

@@ -67,23 +67,22 @@ def all_of(flags: Iterable[Figure]) -> Figure:
     return torch.stack([flag.to(tensors[0].device) for flag in tensors]).all()
 
 
-def read(figures: Mapping[str, Figure]) -> dict[str, float]:
-    """The values of all `figures`; one transfer from each device that has some."""
-    values: dict[str, float] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    for name, figure in figures.items():
-        if not isinstance(figure, torch.Tensor):
-            values[name] = figure
-        elif is_on_host(figure):
-            values[name] = figure.item()
+def read(figures: Sequence[Figure]) -> list[float]:
+    """Returns the values of all `figures`; one transfer from each device that has some."""
+    values: list[Any] = list(figures)
+    waiting = [place for place, x in enumerate(values) if isinstance(x, torch.Tensor)]
+    for device in {values[place].device for place in waiting}:
+        own = [place for place in waiting if values[place].device == device]
+        tensors = [values[place] for place in own]
+        waiting = [place for place in waiting if place not in own]
+        if is_on_host(tensors[0]):
+            found = [tensor.item() for tensor in tensors]
         else:
-            tensors[name] = figure
-    for device in {v.device for v in tensors.values()}:
-        names = [k for k, v in tensors.items() if v.device == device]
-        types = (tensors[k].dtype for k in names)
-        kind = functools.reduce(torch.promote_types, types, torch.float32)  # not all have float64
-        together = torch.stack([tensors[k].to(kind) for k in names])
-        values.update(zip(names, together.tolist(), strict=True))
+            types = (tensor.dtype for tensor in tensors)
+            kind = functools.reduce(torch.promote_types, types, torch.float32)  # some lack float64
+            found = torch.stack([tensor.to(kind) for tensor in tensors]).tolist()
+        for place, value in zip(own, found, strict=True):
+            values[place] = value
     return values
 
 
@@ -110,6 +109,7 @@ class Piece:
         known_norms: Norms of the gradients before the clip, shape (rows,); None until they are
             computed.
         longest: Largest of these norms, as soon as it was read from the device.
+        error: Length of DiceSGD's error, read likewise.
     """
 
     step: int
@@ -118,6 +118,7 @@ class Piece:
     rows: int = 0
     known_norms: torch.Tensor | None = None
     longest: float = math.inf
+    error: float = 0.0
 
     @property
     def norms(self) -> torch.Tensor:
@@ -157,14 +158,9 @@ class Piece:
         total, *rest = (
             _weighted_sum(to_precision(w, sample.dtype).to(sample.device), sample) for w in weights
         )
-        add_to_sum(param, total)
+        param.summed_grad = total if param.summed_grad is None else param.summed_grad + total
         _mark_as_processed(param.grad_sample)
         return rest
-
-
-def add_to_sum(param: Any, total: torch.Tensor) -> None:
-    """Adds the sum of a piece to those of the pieces before it."""
-    param.summed_grad = total if param.summed_grad is None else param.summed_grad + total
 
 
 def rows_of(params: Mapping[str, nn.Parameter], expected: int | None) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import attrs
@@ -14,40 +14,33 @@ from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.apart import Call
-from hidden_state_adapters.opacus.batch import Taken
-from hidden_state_adapters.opacus.criteria import KnownCriterion
-from hidden_state_adapters.opacus.diagnosis import diagnosis
-from hidden_state_adapters.opacus.frozen import FrozenPart
+from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.diagnosis import REMEDY, diagnosis
 from hidden_state_adapters.opacus.gradients import (
     Figure,
     Piece,
-    add_to_sum,
     any_of,
     counted_writes,
     differ,
+    read,
 )
-from hidden_state_adapters.opacus.loader import tensors_of
-from hidden_state_adapters.opacus.norms import (
-    check_features,
-    norms_of_norms,
-    row_norms,
-    to_precision,
-)
+from hidden_state_adapters.opacus.loader import BatchCursor, tensors_of
+from hidden_state_adapters.opacus.norms import check_features, row_norms, to_precision
+from hidden_state_adapters.opacus.passes import ONE_CALL, Passes
 from hidden_state_adapters.opacus.precision import check_arithmetic, exact_products
-from hidden_state_adapters.opacus.source import ALONE, ONE_CALL, Hooks, Source, remove_all
-from hidden_state_adapters.opacus.targets import Targets
 
 TOLERANCE = 1e-2  # of the length of all slopes of a piece: bfloat16 in a loop passes
 _ROUNDING_UNITS = 100.0
 _LEAST = 1e-5  # of that length: what is less is not looked at, and may be rounding
 
+_ONE = torch.ones(())
+
 _logger = logging.getLogger("hidden_state_accountants")
-_uncompiled = torch.compiler.disable  # a compiled model would write what hooks keep into its graph
 
 
 @attrs.define(eq=False)
 class HeadPiece(Piece):
-    """Of record i the gradient in the weights is the outer product of slopes_i and features_i.
+    """Gradients of a linear head; that of record i is the product of slopes_i and features_i.
 
     Of a head that is used at several positions of a record the gradients are formed, and kept where
     Opacus keeps them.
@@ -56,34 +49,25 @@ class HeadPiece(Piece):
         weight: Weight of the linear layer.
         features: Input of the layer, shape (rows, features); None at several positions.
         slopes: Gradient of the loss of every record in its outputs, shape (rows, outputs).
-        feature_norms: Norms of the features, shape (rows,).
         slope_norms: Norms of the slopes, shape (rows,).
     """
 
     weight: Any = None
     features: Any = None
     slopes: Any = None
-    feature_norms: Any = None
     slope_norms: Any = None
 
-    def know(self, features: torch.Tensor, slopes: torch.Tensor) -> None:
-        """Takes what the gradients follow from."""
+    def know(self, features: torch.Tensor, slopes: torch.Tensor) -> Figure:
+        """Takes what the gradients follow from, and returns the largest norm of the features."""
         self.features, self.slopes = features, slopes
-        self.feature_norms, self.slope_norms = row_norms(features), row_norms(slopes)
-
-    def _norms(self) -> torch.Tensor:
-        if self.features is None:
-            return super()._norms()
+        lengths, self.slope_norms = row_norms(features), row_norms(slopes)
+        largest = lengths.max() if self.rows else 0.0
         if len(self.params) == 2:
-            ones = self.feature_norms.new_ones(())
-            norms: torch.Tensor = self.slope_norms * torch.hypot(self.feature_norms, ones)
-            return norms
-        return norms_of_norms(
-            [
-                self.slope_norms * self.feature_norms if p is self.weight else self.slope_norms
-                for p in self.params
-            ]
-        )
+            self.known_norms = self.slope_norms * torch.hypot(lengths, _ONE)
+        else:
+            is_weight = self.params[0] is self.weight
+            self.known_norms = self.slope_norms * lengths if is_weight else self.slope_norms
+        return largest
 
     def add_sums(
         self, weights: torch.Tensor | None, *others: torch.Tensor
@@ -94,8 +78,9 @@ class HeadPiece(Piece):
         with exact_products(self.features.device.type):
             totals, *rests = (self._sums(each) for each in (weights, *others))
         for param, total in zip(self.params, totals, strict=True):
-            add_to_sum(param, total)
-        return [list(sums) for sums in zip(*rests, strict=True)] or [[] for _ in self.params]
+            before = param.summed_grad
+            param.summed_grad = total if before is None else before + total
+        return [list(sums) for sums in zip(*rests, strict=True)]
 
     def _sums(self, weights: torch.Tensor | None) -> list[torch.Tensor]:
         slopes = self.slopes
@@ -116,26 +101,18 @@ class _Pass:
             at the parameters of the head.
         moved: Whether the weights of the pass were not those of the last step.
         call: Arguments of the model; None where the loop called the head by itself.
+        writes: Number of writes to both before the loop got the outputs.
     """
 
     features: torch.Tensor
     outputs: torch.Tensor
     moved: Figure
     call: Call | None
-    _writes: int = attrs.field(init=False)
-
-    @_writes.default
-    def _count(self) -> int:
-        return counted_writes(self.features) + counted_writes(self.outputs)
-
-    @property
-    def was_written(self) -> bool:
-        """Whether the loop changed features or outputs in place."""
-        return self._count() != self._writes
+    writes: int
 
 
-class HeadRun(Source):
-    """Takes the gradients of a linear head that is all there is to train.
+class HeadRun(Passes):
+    """Computes the gradients of a linear head that is all there is to train.
 
     The loop gets the head's outputs as a leaf, computed from the run's own copy of the weights.
     Its backward pass leaves the slopes there. Of a known loss they are computed here from the
@@ -143,36 +120,23 @@ class HeadRun(Source):
     as is the comparison of the weights. Neither goes into the step.
 
     Args:
-        module: The module itself, not Opacus' wrapper.
-        head: Linear layer that is trained.
-        frozen: Parts that are kept in eval() mode.
-        feature_norm: Declared bound on every record at the head, or None.
-        known: Loss, where it is known.
-        targets: Finds the targets of `known` among the tensors of a batch.
-        **options: See `Source`.
+        declared: Run whose model is such a head, or ends with it.
+        cursor: Position of the loop among the batches.
     """
 
     # Opacus and users copy models with their hooks; a copy trains nothing here.
     _is_idle = True
 
-    def __init__(
-        self,
-        module: nn.Module,
-        head: nn.Linear,
-        frozen: FrozenPart,
-        *,
-        feature_norm: float | None,
-        known: KnownCriterion | None = None,
-        targets: Targets | None = None,
-        **options: Any,
-    ):
-        super().__init__(module, frozen, **options)
+    def __init__(self, declared: DeclaredRun, cursor: BatchCursor):
+        super().__init__(declared, cursor)
+        head, norm = declared.head, declared.arguments.feature_norm
+        assert head is not None
         self._head, self._weight, self._bias = head, head.weight, head.bias
-        self._feature_norm, self._known, self._targets = feature_norm, known, targets
-        self.computes_loss = known is not None
-        self._modules = tuple(module.named_modules())
-        self._hooks = None if self._is_composed else Hooks(self._modules)
-        self._has_layers = module is not head
+        self._feature_norm = None if norm is None else float(norm)
+        self._known, self._targets_of = declared.known_criterion, declared.arguments.targets
+        self._place: int | None = None  # of the targets among the tensors of a batch
+        self.computes_loss = self._known is not None
+        self._has_layers = self._module is not head
         self._passes: list[_Pass] = []
         self._used: list[_Pass] = []
         self._call: Call | None = None
@@ -182,32 +146,40 @@ class HeadRun(Source):
         self._forget_gradients()
         self._is_idle = False
         self.handles = [
-            module.register_forward_pre_hook(self._begin, with_kwargs=True),
+            self._module.register_forward_pre_hook(self._begin, with_kwargs=True),
             head.register_forward_hook(self._note, with_kwargs=True, prepend=True),
-            module.register_forward_hook(self._end, always_call=True),
         ]
+        if self._has_layers:
+            end = self._module.register_forward_hook(self._end, always_call=True)
+            self.handles.append(end)
 
-    # In a pass
+    # In a pass; a compiled model would write what a hook keeps into its graph
 
-    @_uncompiled
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._begin)(module, args, kwargs)  # type: ignore[no-any-return]
         if torch.is_grad_enabled() and not self._is_idle:
-            self._frozen.hold()
-            self._frozen.check_batch_norm(self._modules)
+            if self._has_layers:
+                self._frozen.hold()
+                self._frozen.check_batch_norm(self._modules)
             if self._has_loss:
-                check_arithmetic(self.iterate.params)
+                check_arithmetic(self.params)
             self._call = args, kwargs
+        return None
 
-    @_uncompiled
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         self._call = None
 
-    @_uncompiled
     def _note(
-        self, head: nn.Linear, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any
+        self, head: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> torch.Tensor | None:
+        if torch.compiler.is_compiling():
+            return torch.compiler.disable(self._note)(head, args, kwargs, output)  # type: ignore[no-any-return]
         if self._is_idle or not output.requires_grad:
             return None
+        call = self._call
+        if not self._has_layers:
+            self._call = None
         attached = args[0] if args else kwargs["input"]
         features = attached.detach()
         if self._feature_norm is not None and features.dim() != 2:
@@ -217,9 +189,9 @@ class HeadRun(Source):
                 "linear prediction. Flatten them, or leave out criterion= and feature_norm=: "
                 "every step then counts."
             )
-        if self._hooks is not None:
-            self._hooks.check()
-            if attached.requires_grad and any(one.call is self._call for one in self._passes):
+        if not self._is_composed:
+            self._check_hooks()
+            if attached.requires_grad and any(one.call is call for one in self._passes):
                 raise UnsupportedRunError(
                     "Expected features that do not depend on the linear head, got those of a pass "
                     "in which the model called it before (shared weights?): no loss is known to be "
@@ -227,7 +199,7 @@ class HeadRun(Source):
                     "loss_geometry=: every step then counts."
                 )
         is_other = head.weight is not self._weight or head.bias is not self._bias
-        moved = is_other or self.iterate.moved()
+        moved = is_other or self._is_moved()
         is_attached = self._is_composed and attached.requires_grad
         with exact_products(output.device.type):
             leaf = self._computed(attached if is_attached else features)
@@ -235,83 +207,106 @@ class HeadRun(Source):
             leaf.retain_grad()
         else:
             leaf.requires_grad_()
-        self._passes.append(_Pass(features, leaf, moved, self._call))
+        writes = counted_writes(features) + leaf._version
+        self._passes.append(_Pass(features, leaf, moved, call, writes))
         return leaf
 
     def _computed(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the outputs at the weights of the last step, whatever the head holds."""
-        weight = self.iterate.value(self._weight)
-        bias = None if self._bias is None else self.iterate.value(self._bias).to(features.device)
-        return F.linear(features.to(weight.dtype), weight.to(features.device), bias)
+        weight, bias = self._weight, self._bias
+        for param, own in zip(self.params, self._own, strict=True):
+            own = own.to(features.device)
+            weight, bias = (own, bias) if param is weight else (weight, own)
+        return F.linear(features.to(weight.dtype), weight, bias)
 
     # What the loop left
 
-    def begin(self, step: int, params: Sequence[nn.Parameter], block: int) -> HeadPiece:
-        """See `Source.begin`."""
-        self._check_trained(step)
-        self._check_penalty(step)
-        used = [one for one in self._passes if one.outputs.grad is not None]
-        is_once = len(used) < 2 or (self._feature_norm is None and used[0].call is not None)
-        if not is_once or any(one.call is not used[0].call for one in used):
-            raise UnsupportedRunError(
-                f"step {step} got the gradients of {len(used)} batches, expected 1: "
-                "gradient accumulation, two losses with a pass each, or several views of a record, "
-                "and nobody sees whether row i of each is of one record. Call optimizer.step() "
-                "after every backward(). For batches that do not fit into memory raise the "
-                "batch_size of the DataLoader and let "
-                "opacus.utils.batch_memory_manager.BatchMemoryManager split them. "
-                f"{ONE_CALL if self._feature_norm is None else ''}"
-            )
-        self._used = used
-        rows = len(self._records_first(used[0].features)) if used else 0
-        return HeadPiece(step, params, block, rows, weight=self._weight)
+    def take(
+        self, step: int, params: Sequence[nn.Parameter], block: int, error: Figure
+    ) -> HeadPiece:
+        """See `Passes.take`."""
+        self._step, used = step, [one for one in self._passes if one.outputs.grad is not None]
+        for param, (noisy, writes) in zip(self.params, self._gradients, strict=True):
+            grad = param.grad
+            is_as_left = grad is None or (grad is noisy and grad._version == writes)
+            if not is_as_left and bool(grad.any()):  # type: ignore[union-attr]  # a penalty times 0 is none
+                raise self._reached_beside("the linear head reaches its parameters")
+        if len(used) > 1:
+            self._check_views(used)
+        self._used, rows = used, len(self._records_first(used[0].features)) if used else 0
+        self._take_batch(step, rows, block)
+        piece = HeadPiece(step, params, block, rows, weight=self._weight)
+        moved = any_of([self._is_moved(), *[one.moved for one in used]])
+        is_other = self._has_other_batch(rows)
+        for one in used:
+            if counted_writes(one.features) + one.outputs._version != one.writes:
+                raise UnsupportedRunError(
+                    f"step {step}: what went into the linear head, or came out, was changed in "
+                    "place after the pass. Compute out of place."
+                )
+        with exact_products(self._weight.device.type):
+            figures = self._compute(piece)
+            mixes = self._look_once(piece, self._features) if self._is_open else ""
+        is_other, moved, piece.error, *figures = read([is_other, moved, error, *figures])
+        if is_other:
+            raise self._other_inputs()
+        self._judge_loss(piece, moved, mixes, *figures)
+        return piece
+
+    def _check_views(self, used: Sequence[_Pass]) -> None:
+        is_once = self._feature_norm is None and used[0].call is not None
+        if is_once and all(one.call is used[0].call for one in used):
+            return
+        raise UnsupportedRunError(
+            f"step {self._step} got the gradients of {len(used)} batches, expected 1: "
+            "gradient accumulation, two losses with a pass each, or several views of a record, "
+            "and nobody sees whether row i of each is of one record. Call optimizer.step() "
+            "after every backward(). For batches that do not fit into memory raise the "
+            "batch_size of the DataLoader and let "
+            "opacus.utils.batch_memory_manager.BatchMemoryManager split them. "
+            f"{ONE_CALL if self._feature_norm is None else ''}"
+        )
 
     def _records_first(self, values: torch.Tensor) -> torch.Tensor:
         return values.movedim(self._dim, 0) if self._dim and values.dim() > 2 else values
 
-    def _check_penalty(self, step: int) -> None:
-        for param, (noisy, writes) in zip(self.iterate.params, self._gradients, strict=True):
-            grad = param.grad
-            is_as_left = grad is None or (grad is noisy and grad._version == writes)
-            if not is_as_left and bool(grad.any()):  # type: ignore[union-attr]  # a penalty times 0 is none
-                raise self._reached_beside(step, "the linear head reaches its parameters")
+    def _compute(self, piece: HeadPiece) -> list[Figure]:
+        """Computes the gradients.
 
-    def figures(self, piece: Any, batch: Taken) -> Mapping[str, Figure]:
-        """Computes the gradients; what the loop did differently."""
-        moved = any_of([self.iterate.moved(), *(one.moved for one in self._used)])
+        Returns:
+            The largest norm of a gradient and of a record at the head; how far the slopes are from
+            the loop's, and their length; whether a block has other inputs than the first one.
+        """
         if not piece.rows:
             piece.know(*(torch.zeros(0, n).to(self._weight) for n in self._weight.shape[::-1]))
-            return {"moved": moved, "feature": 0.0, "gradient": 0.0}
-        if any(one.was_written for one in self._used):
-            raise UnsupportedRunError(
-                f"step {piece.step}: what went into the linear head, or came out, was changed in "
-                "place after the pass. Compute out of place."
-            )
-        with exact_products(self._weight.device.type):
-            return {"moved": moved, **self._compute(piece, batch)}
-
-    def _compute(self, piece: HeadPiece, batch: Taken) -> dict[str, Figure]:
+            return [0.0] * 5
         own = self._used[0]
-        features = own.features.to(own.outputs.dtype)
+        features, grad = own.features.to(own.outputs.dtype), own.outputs.grad
+        assert grad is not None
         if len(self._used) > 1 or features.dim() != 2:
             self._keep_samples(piece.rows)
-            return {"gradient": piece.largest_norm, **self._look_once(piece, self._features)}
-        found: dict[str, Figure] = {}
+            return [piece.largest_norm, 0.0, 0.0, 0.0, 0.0]
+        off: Figure = 0.0
+        length: Figure = 0.0
         if self._known is None:
-            piece.know(features, self._got(own, piece.rows))
+            largest = piece.know(features, self._got(own, piece.rows))
         else:
-            piece.know(features, self._slopes_of(own, piece, batch))
-            factor, grad = (piece.rows if self._divides else 1), own.outputs.grad
-            assert grad is not None
-            found["off"] = torch.linalg.vector_norm(torch.sub(piece.slopes, grad, alpha=factor))
-            found["slopes"] = torch.linalg.vector_norm(piece.slope_norms)
-        found["feature"], found["gradient"] = piece.feature_norms.max(), piece.largest_norm
+            output = own.outputs.detach()
+            self._target = target = self._find_target(output, own, piece.rows)
+            try:
+                slopes = self._known.slopes(output, target)
+            except (TypeError, ValueError) as error:
+                raise UnsupportedRunError(f"The targets of the batch: {error}") from None
+            largest = piece.know(features, slopes)
+            factor = piece.rows if self._divides else 1
+            off = torch.linalg.vector_norm(torch.sub(slopes, grad, alpha=factor))
+            length = torch.linalg.vector_norm(piece.slope_norms)
+        other: Figure = False
         if piece.block == 0:
             self._first = features
         elif self._first is not None:
-            same = self._first.shape == features.shape
-            found["other_inputs"] = differ(features, self._first) if same else True
-        return {**found, **self._look_once(piece, self._features)}
+            other = self._first.shape != features.shape or differ(features, self._first)
+        return [piece.largest_norm, largest, off, length, other]
 
     def _got(self, own: _Pass, rows: int) -> torch.Tensor:
         """What the backward pass left at the outputs, of the loss of a record."""
@@ -349,37 +344,107 @@ class HeadRun(Source):
     def _outputs(self, piece: Piece) -> Sequence[torch.Tensor]:
         return [self._used[0].outputs]
 
-    # The slopes of a known loss
+    # The targets of the batch that was drawn
 
-    def _slopes_of(self, own: _Pass, piece: Piece, batch: Taken) -> torch.Tensor:
-        assert self._known is not None
-        output = own.outputs.detach()
+    def _find_target(self, output: torch.Tensor, own: _Pass, rows: int) -> torch.Tensor:
+        """Returns the targets of the batch or piece at hand, always in the same place of a batch.
 
-        def misfit(target: torch.Tensor) -> float:
-            """How far the slopes at a target are from the loop's; inf where there are none."""
+        Raises:
+            UnsupportedRunError: The batch has none, or the loop wrote to them.
+        """
+        known, (tensors, unwritten) = self._known, self._drawn()
+        assert known is not None
+        if self._targets_of is not None:
+            place = len(tensors) - 1
+        elif self._place is None:
+            place = self._place_of(tensors, output, self._got(own, rows))
+        else:
+            place = self._place
+        target = tensors[place] if 0 <= place < len(tensors) else None
+        if self._targets_of is None and target is not None and not known.takes(target, output):
+            target = None
+        if target is None:
+            raise self._not_found(tensors, output)
+        if all(target is not one for one in unwritten):
+            raise UnsupportedRunError(
+                "Expected the targets that the loader drew, got a tensor that the loop changed in "
+                f"place: no step can be computed from it. Compute out of place. {REMEDY}"
+            )
+        if self._targets_of is not None:
+            target = self._mapped(target, self._targets_of, output)
+        self._place = place
+        return target
+
+    def _place_of(
+        self, tensors: Sequence[torch.Tensor], output: torch.Tensor, got: torch.Tensor
+    ) -> int:
+        """Returns which tensor may be the targets: of several that which explains the gradient."""
+        known = self._known
+        assert known is not None
+
+        def misfit(place: int) -> float:
+            """Returns how far the slopes at targets are from the loop's; inf if there are none."""
             try:
-                slopes = self._known.slopes(output, target)  # type: ignore[union-attr]
+                off = float(torch.linalg.vector_norm(known.slopes(output, tensors[place]) - got))
             except (TypeError, ValueError):
                 return math.inf
-            off = float(torch.linalg.vector_norm(slopes - self._got(own, piece.rows)))
             return math.inf if math.isnan(off) else off
 
-        assert self._targets is not None
-        self._target = self._targets.of(output, batch, misfit)
-        try:
-            return self._known.slopes(output, self._target)
-        except (TypeError, ValueError) as error:
-            raise UnsupportedRunError(f"The targets of the batch: {error}") from None
+        places = [i for i, t in enumerate(tensors) if known.takes(t, output)]
+        if len(places) < 2:
+            return places[0] if places else -1
+        return min(reversed(places), key=misfit)
 
-    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
-        """Raises UnsupportedRunError if the loop does something else than the step."""
-        is_nan = math.isnan(values["gradient"]) and self._known is not None
-        if self._feature_norm is not None and not values["moved"]:
-            check_features(piece.step, values.get("feature", 0.0), self._feature_norm)
-        if is_nan and not values["moved"]:
-            raise self._other_loss(piece)  # targets, or a loss, that have no gradient there
-        super().judge(piece, values)
-        off, length = values.get("off", 0.0), values.get("slopes", 0.0)
+    def _mapped(
+        self,
+        drawn: torch.Tensor,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        target = function(drawn)
+        if self._place is None and len(target) > 1:
+            halves = [function(half) for half in drawn.tensor_split(2)]
+            if not torch.equal(torch.cat(halves), target):
+                raise UnsupportedRunError(
+                    "Expected targets= to map every target by itself, got a function whose result "
+                    "for half of a batch is not half of its result: one record would change the "
+                    "targets of others."
+                )
+        if self._known is not None and not self._known.takes(target, output):
+            raise self._not_found([target], output)
+        return target
+
+    def _not_found(
+        self, tensors: Sequence[torch.Tensor], output: torch.Tensor
+    ) -> UnsupportedRunError:
+        shapes = ", ".join(f"{tuple(t.shape[1:])} of {t.dtype}" for t in tensors) or "no tensors"
+        assert self._known is not None
+        return UnsupportedRunError(
+            f"Expected targets for {type(self._known.criterion).__name__} at outputs of shape "
+            f"{tuple(output.shape[1:])} for each record in the batch that the loader dealt, got "
+            f"{shapes}. {REMEDY}"
+        )
+
+    # What the loop did differently
+
+    def _judge_loss(
+        self,
+        piece: HeadPiece,
+        moved: float,
+        mixes: str,
+        longest: float,
+        feature: float,
+        off: float,
+        length: float,
+        other: float,
+    ) -> None:
+        piece.longest = longest
+        if not moved:
+            if self._feature_norm is not None:
+                check_features(piece.step, feature, self._feature_norm)
+            if math.isnan(longest) and self._known is not None:
+                raise self._other_loss(piece)  # targets, or a loss, that have no gradient there
+        self._judge(piece, moved, mixes, other)
         if off <= _LEAST * length or off <= (rounding := self._rounding(piece.rows)):
             return
         if not off <= TOLERANCE * length + rounding:
@@ -420,30 +485,32 @@ class HeadRun(Source):
 
     # After the piece
 
-    def used(self, piece: Piece) -> None:
-        """Starts the next piece."""
+    def used(self) -> None:
+        """See `Passes.used`."""
         self._used, self._passes, self._target = [], [], None
 
     def cleared(self) -> None:
         """Forgets the passes that a backward pass reached; the others may still wait for theirs."""
         self._passes = [one for one in self._passes if one.outputs.grad is None]
 
-    def moved(self, piece: Piece) -> None:
-        """The next gradients are none of this step's."""
+    def keep(self) -> None:
+        """See `Passes.keep`; the next gradients are none of this step's."""
+        super().keep()
         self._forget_gradients()
 
     def after(self, step: int) -> None:
-        """The next piece is the first of a batch."""
+        """See `Passes.after`."""
+        super().after(step)
         self._first = None
 
     def _forget_gradients(self) -> None:
         """Gradients that the parameters have now, as they are, are not of the loop's next loss."""
-        grads = [p.grad for p in self.iterate.params]
+        grads = [p.grad for p in self.params]
         self._gradients = [(g, 0 if g is None else g._version) for g in grads]
 
     @property
     def call(self) -> Call | None:
-        """See `Source.call`."""
+        """See `Passes.call`."""
         return self._used[0].call if self._used else None
 
     # Between the steps
@@ -455,16 +522,11 @@ class HeadRun(Source):
         self._forget_gradients()
 
     def close(self) -> None:
-        """Leaves the module as it was."""
-        remove_all(self.handles)
+        """See `Passes.close`."""
+        super().close()
         self._passes = []
 
-    def __reduce__(self) -> Any:
-        return object.__new__, (type(self),)
-
-    @property
-    def assumptions(self) -> Iterable[Assumption]:
-        """What holds by construction, what is looked at, and what is taken on trust."""
+    def _of_the_gradients(self) -> Iterable[Assumption]:
         if self._known is not None:
             yield Assumption.checked(
                 "every step computed from the features that reached the head, the targets of the "
@@ -474,7 +536,4 @@ class HeadRun(Source):
         if self._feature_norm is not None:
             yield Assumption.checked(f"feature norms at most {self._feature_norm:g}")
         if self._known is None:
-            yield from self._of_the_loss()
-        for one in super().assumptions:
-            if self._module is not self._head or not one.text.startswith(ALONE):
-                yield one  # a head alone mixes nothing
+            yield from super()._of_the_gradients()

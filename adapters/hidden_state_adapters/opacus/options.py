@@ -19,8 +19,8 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_adapters.opacus.order import Batches, default_order
-from hidden_state_adapters.opacus.settings import WHY_NOT_ADAPTIVE, refuse_per_layer
 from hidden_state_adapters.opacus.step_maps import StepMap, maps_after
+from hidden_state_adapters.opacus.update_rules import WHY_NOT_ADAPTIVE, refuse_per_layer
 
 _OF_HIDDEN_ITERATES = ("loss_geometry", "feature_norm", "after", "schedule")
 

@@ -11,6 +11,7 @@ from torch import nn
 from hidden_state_accountants import UnsupportedRunError
 
 _FULL = ("ieee", "none")
+_AS_IT_IS = contextlib.nullcontext()
 _REMEDY = (
     "the gradients are then off by 1e-3 of their length or more, and not those of the declared "
     "loss. Train in float32; only a frozen backbone may be coarser, inside the model's forward, if "
@@ -37,8 +38,7 @@ def is_exact() -> bool:
     return not torch._C._is_any_autocast_enabled() and _product_precision() == "highest"
 
 
-@contextlib.contextmanager
-def exact_products(device_type: str) -> Iterator[None]:
+def exact_products(device_type: str) -> contextlib.AbstractContextManager[None]:
     """Within it float32 products are those of float32, whatever a loop set.
 
     Rounded in TF32, one record would count for up to 1.001 times the clip norm in a sum of clipped
@@ -47,9 +47,11 @@ def exact_products(device_type: str) -> Iterator[None]:
     Raises:
         UnsupportedRunError: The precision was set for one device by itself.
     """
-    if is_exact():
-        yield
-        return
+    return _AS_IT_IS if is_exact() else _highest(device_type)
+
+
+@contextlib.contextmanager
+def _highest(device_type: str) -> Iterator[None]:
     before = _product_precision()
     if before not in ("highest", "high", "medium"):
         raise UnsupportedRunError(

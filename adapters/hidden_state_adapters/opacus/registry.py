@@ -178,7 +178,7 @@ def end_other_runs(module: nn.Module, own: Lineage) -> None:
         run = lineage.current and lineage.current() if isinstance(lineage, Lineage) else None
         if run is None or lineage is own:
             continue
-        if any(id(param) in params for param in run.source.iterate.params):
+        if any(id(param) in params for param in run.passes.params):
             run.close(
                 "This run ended when another engine took over its model, whose epsilon is that of "
                 "both runs. Use the optimizer that the last make_private returned."

@@ -10,16 +10,13 @@ from typing import Any
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.opacus.apart import Collated
-from hidden_state_adapters.opacus.batch import Taken
 from hidden_state_adapters.opacus.declared import DeclaredRun
 from hidden_state_adapters.opacus.head import HeadRun
-from hidden_state_adapters.opacus.loader import BatchCursor, plain_collate
+from hidden_state_adapters.opacus.loader import BatchCursor
 from hidden_state_adapters.opacus.noise import whose_noise
+from hidden_state_adapters.opacus.passes import Passes
 from hidden_state_adapters.opacus.registry import AccountedRun, check_later_steps, note_branch
 from hidden_state_adapters.opacus.sampled import SampledRun
-from hidden_state_adapters.opacus.source import Source, remove_all
-from hidden_state_adapters.opacus.targets import Targets
 
 _logger = logging.getLogger("hidden_state_accountants")
 
@@ -40,8 +37,7 @@ class TrainingRun:
         accounted: What its accountant keeps of it, and the model that it trains takes along.
         fields: What has to be the same where it goes on, beside what the record compares.
         cursor: Position of the run: number of steps, and the batch that the loop is working on.
-        batch: Looks at the batches.
-        source: Gives the gradients, and holds the last private iterate.
+        passes: Gives the gradients, and holds the last private iterate.
         optimizer: The PrivateOptimizer that takes the steps.
         modules: The model that was passed, without wrappers, and as `make_private` returned it.
         is_loading: True while a checkpoint is being restored.
@@ -70,19 +66,10 @@ class TrainingRun:
             counts_steps=plan.draws_every_step,
         )
         declared.frozen.hold(tells=True)
-        self.batch = Taken(
-            plan,
-            self.cursor,
-            loader,
-            lambda: self.source.inputs,
-            lambda: self.source.call,
-            dim=_dim(declared),
-            is_composed=declared.mechanism.is_composed,
-            maps_records=declared.arguments.loop_maps_records,
-        )
-        self.source = _source(declared)
+        made = SampledRun if declared.head is None else HeadRun
+        self.passes: Passes = made(declared, self.cursor)
         # A script may keep the model alone, and train it in another run.
-        weakref.finalize(self, remove_all, self.source.handles).atexit = False
+        weakref.finalize(self, _remove_all, self.passes.handles).atexit = False
 
     @property
     def id(self) -> str:
@@ -115,7 +102,7 @@ class TrainingRun:
         self.check_alive()
         self.check_not_refused()
         self.cursor.check_finished()
-        self.source.iterate.check(self.num_steps)
+        self.passes.check_iterate(self.num_steps)
 
     def check_alive(self) -> None:
         """Raises UnsupportedRunError if the run was closed, or only its record was restored."""
@@ -146,17 +133,15 @@ class TrainingRun:
     def close(self, reason: str) -> None:
         """Ends the run: every step raises UnsupportedRunError with `reason` from now on."""
         self._closed = reason
-        self.source.close()
+        self.passes.close()
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
         """The checked, the declared and the public assumptions."""
         declared = self.declared
-        collate = plain_collate(declared.arguments.data_loader)
         return (
             *self.optimizer.assumptions,
-            *self.batch.assumptions(collate, declared.relation),
-            *self.source.assumptions,
+            *self.passes.assumptions,
             *(part.assumption for part in declared.maps.values()),
             whose_noise(self.optimizer),
             *([] if declared.group is None else declared.group.assumptions),
@@ -260,40 +245,11 @@ class TrainingRun:
         self.optimizer.noise_multiplier = state["noise_multiplier"]
         self.optimizer.max_grad_norm = state["max_grad_norm"]
         self.optimizer.forget_pieces()
-        self.batch.resume(self.record.num_steps)
-        self.source.resume(self.record.num_steps)
+        self.passes.resume(self.record.num_steps)
         note_branch(self.id, self.record)
 
 
-def _dim(declared: DeclaredRun) -> int:
-    """The dimension of what goes into the model that counts its records."""
-    return 0 if declared.arguments.batch_first else 1
-
-
-def _source(declared: DeclaredRun) -> Source:
-    is_composed = declared.mechanism.is_composed
-    arguments, known, module = declared.arguments, declared.known_criterion, declared.inner
-    calls_it = arguments.is_ghost and declared.head is None  # record by record
-    options: dict[str, Any] = {
-        "dim": _dim(declared),
-        "has_loss": declared.loss is not None and known is None,
-        "lipschitz": declared.lipschitz,
-        "is_composed": is_composed,
-        "divides": arguments.loss_reduction == "mean",
-        "criterion": None if known is not None or calls_it else arguments.criterion,
-        "collated": Collated(declared.plan, arguments.data_loader),
-    }
-    if declared.head is None:
-        if arguments.is_ghost and not is_composed:
-            raise UnsupportedRunError(
-                'Expected grad_sample_mode = "hooks" with what asks for the gradient of every '
-                'record (mechanism, loss_geometry, after), got "ghost": Opacus leaves only sums '
-                "that are clipped. Leave it out."
-            )
-        maps_records = arguments.loop_maps_records
-        return SampledRun(module, declared.frozen, maps_records=maps_records, **options)
-    norm = arguments.feature_norm
-    options["feature_norm"] = None if norm is None else float(norm)
-    if known is not None:
-        options |= {"known": known, "targets": Targets(known, arguments.targets)}
-    return HeadRun(module, declared.head, declared.frozen, **options)
+def _remove_all(handles: list[Any]) -> None:
+    """Removes hooks; of the list as it is then."""
+    for handle in handles:
+        handle.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_adapters.opacus.apart import Call, halves, outputs_of
-from hidden_state_adapters.opacus.batch import Taken
-from hidden_state_adapters.opacus.frozen import FrozenPart, refuse_packed_sequences
+from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.frozen import refuse_packed_sequences
 from hidden_state_adapters.opacus.gradients import (
     Figure,
     Piece,
@@ -25,45 +25,46 @@ from hidden_state_adapters.opacus.gradients import (
     differ,
     is_in_full_precision,
     is_on_host,
+    read,
     rows_of,
     sum_of,
     why_not_records,
 )
-from hidden_state_adapters.opacus.loader import tensors_of
+from hidden_state_adapters.opacus.loader import BatchCursor, tensors_of
+from hidden_state_adapters.opacus.passes import ONE_CALL, Passes
 from hidden_state_adapters.opacus.precision import (
     check_arithmetic,
     check_convolutions,
     is_exact,
 )
-from hidden_state_adapters.opacus.source import ONE_CALL, Hooks, Source, remove_all
 from hidden_state_adapters.opacus.wrappers import GhostModule
 
 _TOLERANCE, _COARSE = 1e-4, 2e-2  # of the lengths of all gradients; in half precision, or in TF32
 
 
-class SampledRun(Source):
+class SampledRun(Passes):
     """Takes the gradients that Opacus computed for every record, at Opacus' trust.
 
     The training passes use the weights that the last step left.
 
     Args:
-        module: The module itself, not Opacus' wrapper.
-        frozen: What is kept in eval() mode.
-        maps_records: Whether several passes before a step are of the same records, which was
-            declared.
-        **options: See `Source`.
+        declared: Run whose model is trained.
+        cursor: Position of the loop among the batches.
     """
 
     _clears = False  # whether what was cleared is known not to count
     # Opacus and users copy models with their hooks; a copy trains nothing here.
     _is_idle = True
 
-    def __init__(
-        self, module: nn.Module, frozen: FrozenPart, *, maps_records: bool, **options: Any
-    ):
-        super().__init__(module, frozen, **options)
-        self._maps_records = maps_records
-        self._modules = tuple(module.named_modules())
+    def __init__(self, declared: DeclaredRun, cursor: BatchCursor):
+        super().__init__(declared, cursor)
+        if declared.arguments.is_ghost and not self._is_composed:
+            raise UnsupportedRunError(
+                'Expected grad_sample_mode = "hooks" with what asks for the gradient of every '
+                'record (mechanism, loss_geometry, after), got "ghost": Opacus leaves only sums '
+                "that are clipped. Leave it out."
+            )
+        module = self._module
         self._trained = [part for _, part in trainable_modules(module)]
         self._calls: list[Call] = []  # of the passes since the last piece that count
         self._open = 0  # the last ones of them, whose backward pass is not over
@@ -72,9 +73,8 @@ class SampledRun(Source):
         self._whole = 0  # records of the batch that is looked at
         self._strayed: Figure = False  # whether a pass used other weights
         self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
-        self._hooks = None if self._is_composed else Hooks(self._modules)
         self._is_idle = False
-        self._reached = _Reached(module, self.iterate.params)
+        self._reached = _Reached(module, self.params)
         own = module.register_forward_pre_hook(self._begin, with_kwargs=True)
         self.handles = [own, *self._reached.handles]
         refuse_packed_sequences(module)
@@ -96,24 +96,24 @@ class SampledRun(Source):
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._is_idle or not (torch.is_grad_enabled() and self._is_training()):
             return
-        if self._hooks is not None:
-            self._hooks.check()
+        if not self._is_composed:
+            self._check_hooks()
         self._frozen.hold()
         self._frozen.check_batch_norm(self._modules)
         self._open = self._open + 1 if self._waits() else 1
         self._calls.append((args, kwargs))
         self._reached.forget()
-        self._strayed = any_of([self._strayed, self.iterate.moved()])
+        self._strayed = any_of([self._strayed, self._is_moved()])
         if self._has_loss:
-            check_arithmetic(self.iterate.params)
-            check_convolutions(self.iterate.params)
+            check_arithmetic(self.params)
+            check_convolutions(self.params)
 
     def _is_training(self) -> bool:
         return any(part.training for part in self._trained)
 
     def _waits(self) -> bool:
         """Whether Opacus waits for the backward pass of some use of a parameter."""
-        return any(getattr(param, "_forward_counter", 0) for param in self.iterate.params)
+        return any(getattr(param, "_forward_counter", 0) for param in self.params)
 
     def cleared(self) -> None:
         """Forgets finished passes, of which nothing is left; not those that wait."""
@@ -122,9 +122,9 @@ class SampledRun(Source):
             self._strayed = self._strayed if self._calls else False
             self._reached.forget()
 
-    def begin(self, step: int, params: Sequence[nn.Parameter], block: int) -> Piece:
-        """See `Source.begin`."""
-        self._check_trained(step)
+    def take(self, step: int, params: Sequence[nn.Parameter], block: int, error: Figure) -> Piece:
+        """See `Passes.take`."""
+        self._step = step
         if len(self._calls) > 1 and not self._maps_records:
             raise UnsupportedRunError(
                 f"step {step} follows {len(self._calls)} training passes through the model, "
@@ -142,8 +142,34 @@ class SampledRun(Source):
             else:
                 piece.known_norms = self._norms_of_ghost()
                 piece.rows = len(piece.known_norms)
-        except UnsupportedRunError as error:
-            raise UnsupportedRunError(f"step {step}: {error}") from None
+        except UnsupportedRunError as problem:
+            raise UnsupportedRunError(f"step {step}: {problem}") from None
+        self._take_batch(step, piece.rows, block)
+        is_other, moved = (
+            self._has_other_batch(piece.rows),
+            any_of([self._is_moved(), self._strayed]),
+        )
+        largest, other_inputs = (
+            piece.largest_norm,
+            False if block == 0 else self._has_other_inputs(),
+        )
+        if block == 0:
+            self._first = [(x, counted_writes(x)) for x in self.inputs]
+        beside: Figure = False
+        if self._reached.listens and self.ghost is None:
+            beside = self._reached.beside(piece, piece.rows if self._divides else 1)
+        self._whole = piece.rows
+        mixes = self._look_once(piece, self._computed) if self._is_open else ""
+        if self._miscounted:
+            names = [name for name, part in self._modules if part in self._miscounted]
+            raise UnsupportedRunError(f"step {step}: {why_not_records(names)}")
+        found = read([is_other, moved, largest, other_inputs, beside, error])
+        is_other, moved, piece.longest, other_inputs, beside, piece.error = found
+        if is_other:
+            raise self._other_inputs()
+        self._judge(piece, moved, mixes, other_inputs)
+        if beside:
+            raise self._reached_beside("its layers reaches the parameters of the model")
         return piece
 
     def _named(self, params: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -167,31 +193,6 @@ class SampledRun(Source):
                 "it makes the second pass, in which the gradients are clipped."
             )
         return norms.detach()
-
-    def figures(self, piece: Piece, batch: Taken) -> Mapping[str, Figure]:
-        """See `Source.figures`."""
-        found: dict[str, Figure] = {
-            "moved": any_of([self.iterate.moved(), self._strayed]),
-            "gradient": piece.largest_norm,
-        }
-        if piece.block == 0:
-            self._first = [(x, counted_writes(x)) for x in self.inputs]
-        else:
-            found["other_inputs"] = self._has_other_inputs()
-        if self._reached.listens and self.ghost is None:
-            found["beside"] = self._reached.beside(piece, piece.rows if self._divides else 1)
-        self._whole = piece.rows
-        found |= self._look_once(piece, self._computed)
-        if self._miscounted:
-            names = [name for name, part in self._modules if part in self._miscounted]
-            raise UnsupportedRunError(f"step {piece.step}: {why_not_records(names)}")
-        return found
-
-    def judge(self, piece: Piece, values: Mapping[str, float]) -> None:
-        """See `Source.judge`."""
-        super().judge(piece, values)
-        if values.get("beside"):
-            raise self._reached_beside(piece.step, "its layers reaches the parameters of the model")
 
     def _has_other_inputs(self) -> Figure:
         """Whether a block is updated on something else than the first one."""
@@ -228,14 +229,15 @@ class SampledRun(Source):
         self._miscounted |= seen  # not of a pass that failed: states are those of the whole batch
         return [x for x in found if isinstance(x, torch.Tensor) and x.is_floating_point()]
 
-    def used(self, piece: Piece) -> None:
-        """The next pass is of another piece."""
+    def used(self) -> None:
+        """See `Passes.used`."""
         self._calls, self._strayed = [], False
         if self.ghost is not None:
             self.ghost._per_sample_gradient_norms = None
 
     def after(self, step: int) -> None:
-        """The next step has another batch."""
+        """See `Passes.after`."""
+        super().after(step)
         self._first, self._calls = [], []
         self._reached.listens = (step + 1) & step == 0  # in steps 1, 2, 4, 8, ...
 
@@ -246,25 +248,19 @@ class SampledRun(Source):
 
     @property
     def call(self) -> Call | None:
-        """See `Source.call`."""
+        """See `Passes.call`."""
         return self._calls[0] if self._calls else None
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
         """What is looked at, and what is taken on trust."""
-        yield from super().assumptions
+        yield from self._of_the_batches()
+        yield from self._of_the_model()
         if self._maps_records:
             yield Assumption.declared(
                 "of several passes before a step row i is made of record i alone, or of no record"
             )
-        yield from self._of_the_loss()
-
-    def close(self) -> None:
-        """Removes the hooks, those of Opacus too: layers may be trained on inside another model."""
-        remove_all(self.handles)
-
-    def __reduce__(self) -> Any:
-        return object.__new__, (type(self),)
+        yield from self._of_the_gradients()
 
 
 class _Reached:

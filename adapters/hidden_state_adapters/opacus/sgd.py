@@ -7,22 +7,24 @@ from typing import Any
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from hidden_state_accountants import LastIterateDpEvent, UnsupportedRunError
+from hidden_state_accountants import Schedule, UnsupportedRunError
+from hidden_state_accountants.runs.algorithms import Algorithm
 from hidden_state_accountants.runs.run import Step
-from hidden_state_adapters.opacus.clipped_sum import ClippedSum, move_by_sgd
 from hidden_state_adapters.opacus.criteria import check_convexity
 from hidden_state_adapters.opacus.declared import DeclaredRun
 from hidden_state_adapters.opacus.gradients import Piece
 from hidden_state_adapters.opacus.norms import check_clip_margin
 from hidden_state_adapters.opacus.options import RunArguments
-from hidden_state_adapters.opacus.settings import (
+from hidden_state_adapters.opacus.private_step import PrivateOptimizer
+from hidden_state_adapters.opacus.update_rules import (
     UnsupportedUpdateError,
+    move_by_sgd,
     sgd_options,
     update_of,
 )
 
 
-class HiddenStateOptimizer(ClippedSum):
+class HiddenStateOptimizer(PrivateOptimizer):
     """Noisy clipped SGD on the batches of a plan; what the engine's event describes.
 
     One logical step of x is
@@ -77,38 +79,35 @@ class HiddenStateOptimizer(ClippedSum):
             ) from None
 
     @classmethod
-    def event(
-        cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
-    ) -> LastIterateDpEvent:
-        """The run with the declared learning rates or the current one, and the current decay."""
+    def algorithm(cls, declared: DeclaredRun, noise_multiplier: float) -> Algorithm:
+        """See `PrivateOptimizer.algorithm`.
+
+        Raises:
+            UnsupportedRunError: The clip norm is too close above the bound on the gradients.
+        """
+        check_clip_margin(declared.arguments.clip_norm, declared.lipschitz)
+        return super().algorithm(declared, noise_multiplier)
+
+    @classmethod
+    def rates(cls, declared: DeclaredRun, num_steps: int) -> tuple[float | Schedule, float]:
+        """Returns the declared learning rates or the current one, and the current decay."""
         options, scale = sgd_options(declared.optimizer), declared.scale
-        clip_norm = declared.arguments.clip_norm
-        check_clip_margin(clip_norm, declared.lipschitz)
-        rate = declared.schedule.learning_rate(num_steps, scale)
-        return LastIterateDpEvent(
-            noise_multiplier=noise_multiplier,
-            learning_rate=options["lr"] * scale if rate is None else rate,
-            weight_decay=options["weight_decay"] / scale,
-            clip_norm=clip_norm,
-            num_steps=num_steps,
-            **cls.constants(declared),
-        )
+        rates = declared.schedule.learning_rate(num_steps, scale)
+        now = options["lr"] * scale if rates is None else rates
+        return now, options["weight_decay"] / scale
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD with equal groups."""
         self._update = update_of(self, self.declared.plan.batch_size)
 
-    def accumulate(self, piece: Piece) -> None:
+    def clip_and_accumulate(self) -> None:
         """Adds what Opacus would, if the clip leaves the declared bound alone or is below it."""
         check_clip_margin(float(self.max_grad_norm), self._lipschitz)
-        super().accumulate(piece)
+        super().clip_and_accumulate()
 
     def move(self, piece: Piece) -> None:
-        """The step of plain SGD, with the rate and decay that were recorded."""
+        """Makes the step of plain SGD that was recorded, then the prox and the projection."""
         move_by_sgd(self.original_optimizer, piece.params)
-
-    def after_move(self, piece: Piece) -> None:
-        """Applies the prox with the step size of the mean gradient, and projects all parameters."""
         for part in self._maps:
             part.apply(piece.params, self._update["learning_rate"])
 

@@ -49,7 +49,7 @@ from hidden_state_adapters.opacus.order import (
 from hidden_state_adapters.opacus.precision import check_precision
 from hidden_state_adapters.opacus.processes import num_processes
 from hidden_state_adapters.opacus.registry import AccountedRun, declared_by
-from hidden_state_adapters.opacus.settings import UnsupportedUpdateError, update_of
+from hidden_state_adapters.opacus.update_rules import UnsupportedUpdateError, update_of
 
 _logger = logging.getLogger("hidden_state_accountants")
 _KINDS = (

@@ -1,16 +1,17 @@
-"""Settings of an optimizer: read for the record, and compared with those of the start."""
+"""What an optimizer of torch makes of a gradient: plain SGD, or any other rule."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from opacus.optimizers import DPOptimizer
+from torch import nn
 from torch.optim import SGD, Optimizer
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from hidden_state_accountants import UnsupportedRunError, validate
+from hidden_state_accountants import UnsupportedRunError
 
 NEUTRAL = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
 """The options of SGD that make it another rule, with the values at which they do not."""
@@ -33,65 +34,11 @@ class UnsupportedUpdateError(UnsupportedRunError):
         self.what = what
 
 
-class Settings:
-    """Refuses another inner optimizer, a step hook, or settings that changed.
+def sgd_options(optimizer: Optimizer) -> dict[str, float]:
+    """Returns "lr" and "weight_decay" of a plain SGD optimizer, which all its groups share.
 
     Args:
-        optimizer: `PrivateOptimizer` of the run, at its start: says what has to stay the same, and
-            refuses an update rule that its bound is not about.
-    """
-
-    def __init__(self, optimizer: Any):
-        self._optimizer, self._wrapped = optimizer, optimizer.original_optimizer
-        self._fixed, self._generator = dict(optimizer.settings), optimizer.generator
-        self._valid_noise: Any = None  # that was looked at last
-
-    def check(self, step: int) -> None:
-        """Raises UnsupportedRunError if something is not as it was."""
-        optimizer = self._optimizer
-        if hasattr(optimizer, "grad_scale") or hasattr(optimizer, "found_inf"):
-            raise UnsupportedRunError(
-                "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
-                "loss (which changes its smoothness and what is clipped) and skips steps. Train in "
-                "float32 without it."
-            )
-        noise = optimizer.noise_multiplier
-        if type(noise) is not float or noise != self._valid_noise:
-            validate.magnitude("noise_multiplier", noise)
-            self._valid_noise = noise
-        if optimizer.original_optimizer is not self._wrapped:
-            raise UnsupportedRunError(
-                f"step {step} uses another original_optimizer than the one at the start of the "
-                "run. Make another private optimizer for another one."
-            )
-        optimizer.check_update_rule(self._wrapped)
-        now = optimizer.settings
-        for name, expected in self._fixed.items():
-            if now[name] is not expected and now[name] != expected:
-                raise UnsupportedRunError(
-                    f"step {step} uses {name} = {now[name]!r}, expected {expected!r} as at the "
-                    f"start of the run: {optimizer.constant}"
-                )
-        if optimizer.generator is not self._generator:
-            raise UnsupportedRunError(
-                f"step {step} uses another noise generator than at the start of the run: its noise "
-                "may be that of earlier steps. Leave it alone."
-            )
-        if optimizer.step_hook is not None:
-            raise UnsupportedRunError(
-                f"step {step} has a step_hook, which sees the gradients and can change them. Do "
-                "your own work after optimizer.step()."
-            )
-
-
-def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
-    """The options that all parameter groups of a plain SGD optimizer share.
-
-    Args:
-        optimizer: The optimizer inside a DPOptimizer.
-
-    Returns:
-        The options of the groups; "lr" and "weight_decay" as floats.
+        optimizer: Optimizer inside a DPOptimizer.
 
     Raises:
         UnsupportedUpdateError: It is not exactly torch.optim.SGD, uses momentum, dampening,
@@ -105,20 +52,17 @@ def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
             "depends on all earlier gradients). Use plain SGD, or account every step with a stock "
             "PrivacyEngine.",
         )
-    groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    for group in groups:
-        for name in ("lr", "weight_decay"):
-            group[name] = float(group[name])
-    for index, group in enumerate(groups[1:], 1):
-        for name in sorted(set(groups[0]) | set(group)):
-            if group.get(name) != groups[0].get(name):
+    first, *others = optimizer.param_groups
+    for index, group in enumerate(others, 1):
+        for name in sorted((set(first) | set(group)) - {"params"}):
+            if group.get(name) != first.get(name):
                 raise UnsupportedUpdateError(
                     f"Expected equal options in all parameter groups, got {name} = "
-                    f"{groups[0].get(name)!r} in group 0 and {group.get(name)!r} in group {index}",
+                    f"{first.get(name)!r} in group 0 and {group.get(name)!r} in group {index}",
                     "the theorems contract all parameters alike. Use one group.",
                 )
     for name, neutral in NEUTRAL.items():
-        value = groups[0].get(name, neutral)
+        value = first.get(name, neutral)
         if value != neutral:
             raise UnsupportedUpdateError(
                 f"Expected {name} = {neutral}, got {value!r}",
@@ -126,7 +70,7 @@ def sgd_options(optimizer: Optimizer) -> dict[str, Any]:
                 f"weight_decay=...) without {name}{_CAUSES.get(name, '')}.",
             )
     refuse_step_hooks(optimizer)
-    return groups[0]
+    return {"lr": float(first["lr"]), "weight_decay": float(first["weight_decay"])}
 
 
 def update_of(optimizer: DPOptimizer, batch_size: float) -> dict[str, float]:
@@ -201,6 +145,32 @@ def check_type(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) 
         f"Expected {' or '.join(f'torch.optim.{t.__name__}' for t in allowed)} in {name}, got "
         f"{type(optimizer).__name__}. {remedy}"
     )
+
+
+def move_by_any_rule(base: Optimizer) -> None:
+    """Lets the wrapped optimizer move what is trained; old gradients of the rest go."""
+    for group in base.param_groups:
+        for param in group["params"]:
+            if not param.requires_grad:
+                param.grad = None
+    base.step()
+
+
+def move_by_sgd(base: Any, params: Sequence[nn.Parameter]) -> None:
+    """Makes a step of plain SGD, of `params` alone: others may have gradients without noise.
+
+    Gradients are switched off where it is called.
+
+    Args:
+        base: Wrapped torch.optim.SGD, whose groups have equal options.
+        params: Parameters with their noisy gradients.
+    """
+    options = base.param_groups[0]
+    decay, rate = float(options["weight_decay"]), float(options["lr"])
+    for p in params:
+        assert p.grad is not None
+        p.add_(torch.add(p.grad, p, alpha=decay) if decay else p.grad, alpha=-rate)
+    base._opt_called = True  # what torch's schedulers look for before they warn
 
 
 def holds_tensors(state: Mapping[Any, Mapping[str, Any]]) -> bool:

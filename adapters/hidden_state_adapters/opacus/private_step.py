@@ -1,0 +1,623 @@
+"""The one step of all private optimizers: checked before it is taken, recorded when it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import attrs
+import dp_accounting
+import torch
+from dp_accounting import NeighboringRelation
+from opacus.optimizers import DPOptimizer
+from opacus.optimizers.optimizer import _generate_noise
+from torch import nn
+from torch.optim import Optimizer
+
+from hidden_state_accountants import (
+    Assumption,
+    Schedule,
+    UnsupportedRunError,
+    validate,
+)
+from hidden_state_accountants.ledger import refuse_in_budget
+from hidden_state_accountants.runs.algorithms import Algorithm, NoisySGD
+from hidden_state_accountants.runs.run import Run, Step
+from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.gradients import Figure, Piece, is_on_host
+from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
+from hidden_state_adapters.opacus.norms import OPACUS_CLIP_OFFSET, opacus_clip_factors
+from hidden_state_adapters.opacus.options import RunArguments
+from hidden_state_adapters.opacus.processes import AgreedError, Totals
+from hidden_state_adapters.opacus.run import TrainingRun
+
+_UNFINISHED = "a step was not finished"
+
+
+class MechanismOptions:
+    """Options of one mechanism, an attrs class, as `make_private(mechanism=)` takes them."""
+
+    def optimizer_class(self, optimizer: Optimizer) -> Any:
+        """Returns the class of the private optimizer of a run.
+
+        Args:
+            optimizer: Optimizer that it wraps.
+        """
+        raise NotImplementedError
+
+
+class PrivateOptimizer(DPOptimizer):
+    r"""Opacus' DPOptimizer with the record of its run: the one step of all mechanisms.
+
+    A mechanism is one file: a subclass that says how it moves, its options, and as far as they are
+    not Opacus' how it clips (`clip_and_accumulate`) and what follows the noise (`add_noise`).
+    Nothing else asks which mechanism a run has.
+
+    `step` looks at what the loop did (the parameters have to be where the last step left them),
+    clips and adds up, adds noise, records what is about to happen and moves the parameters. Any
+    exception in between ends the run: whether it is raised may depend on the records, as much as a
+    stop that looks at them. The optimizer cannot be copied or pickled: the copy's steps would be
+    missing from epsilon. `HiddenStatePrivacyEngine.make_private` makes it.
+
+    Attributes:
+        run: State of the run between the steps.
+        group: Processes that train the run together; None for one.
+        declared: Arguments of `make_private`, and what follows from them.
+        trained: Parameters that are trained, as at the start of the run.
+        base_types: Types that the wrapped optimizer may have, exactly.
+        options: Type of its options, or None; its fields may be passed beside optimizer_class.
+        refused: Arguments of `make_private` that make no sense with it, and why.
+        constant: Sentence on settings that stay the same, for an error.
+        checked: Description of what is verified at every step.
+        takes_per_layer: Whether every parameter may have a clip norm of its own.
+        hides_iterates: Whether its bound may count on iterates that nobody sees.
+        is_composed: Whether it is Opacus' algorithm, accounted step by step at Opacus' trust.
+        takes_pieces: Whether a batch may come in pieces (BatchMemoryManager).
+        secret: What a copy of the optimizer would give away, beside missing steps; or "".
+
+    Args:
+        optimizer: Optimizer that moves the parameters.
+        run: Run of the engine.
+        noise_multiplier: Noise multiplier; this and the rest are arguments of DPOptimizer.
+        max_grad_norm: Clip norm.
+        expected_batch_size: Divisor.
+        loss_reduction: "mean" or "sum".
+        generator: Source of the noise; None is one of our own, which no seed reaches.
+        secure_mode: Whether the generator is that of torchcsprng.
+    """
+
+    base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
+    options: ClassVar[type | None] = None
+    refused: ClassVar[Mapping[str, str]] = {}
+    constant: ClassVar[str] = (
+        "make_private accounts one run of one kind. Call it again for another one."
+    )
+    checked: ClassVar[str]
+    takes_per_layer: ClassVar[bool] = False
+    hides_iterates: ClassVar[bool] = True
+    is_composed: ClassVar[bool] = False
+    takes_pieces: ClassVar[bool] = True
+    secret: ClassVar[str] = ""
+
+    # GradScaler then hands its scale to `step`, which refuses, instead of skipping steps unseen.
+    _step_supports_amp_scaling = True
+    _piece: Piece | None = None
+    _is_last_step_skipped: bool = False
+    _clip_norm: Any = None  # of the pieces of the current batch
+    _valid_noise: Any = None  # that was looked at last
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        *,
+        run: TrainingRun | None = None,
+        noise_multiplier: float,
+        max_grad_norm: float,
+        expected_batch_size: int,
+        loss_reduction: str = "mean",
+        generator: torch.Generator | None = None,
+        secure_mode: bool = False,
+    ):
+        if run is None:
+            raise TypeError(
+                f"{type(self).__name__} is made by HiddenStatePrivacyEngine.make_private, which "
+                "deals its batches. Pass mechanism= there."
+            )
+        params = run.passes.params
+        check_noise_source(params, generator, is_secure=secure_mode)
+        super().__init__(
+            optimizer,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            loss_reduction=loss_reduction,
+            generator=OwnGenerator(params[0].device) if generator is None else generator,
+            secure_mode=secure_mode,
+        )
+        self.run, self.declared, self.group = run, run.declared, run.declared.group
+        run.optimizer = self
+        self._passes, self._schedule = run.passes, run.declared.schedule
+        self.trained = list(self.params)
+        self._managed = {id(p) for p in self.trained}
+        self._start()
+        self._wrapped, self._own_generator = optimizer, self.generator
+        self._fixed = self.settings
+        self._longest = 0.0  # of the gradients of the current step
+        self._totals = Totals(0, 0.0)
+        self._is_moving = False
+
+    def _start(self) -> None:
+        """Prepares what a mechanism keeps from step to step."""
+
+    # The step
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """Takes one step, or one piece of a step under BatchMemoryManager.
+
+        Args:
+            closure: Clears the gradients, and runs forward and backward pass on the batch; called
+                once for every block of parameters. Its loss is not returned.
+
+        Raises:
+            UnsupportedRunError: The run is not the declared one; the text says which step and what.
+                The step is then not taken.
+        """
+        blocks = self.blocks
+        self._admit(closure, blocks)
+        accounted, self._is_moving = self.run.accounted, False
+        accounted.failure = _UNFINISHED  # until it is
+        try:
+            with torch.no_grad():
+                for block, params in enumerate(blocks):
+                    if closure is not None:
+                        with torch.enable_grad():
+                            closure()
+                    if not self._use_gradients(block, params):
+                        break
+                    self._move(is_last=block == len(blocks) - 1)
+            accounted.failure = ""
+        except BaseException as error:
+            try:
+                self._tell_others(error)
+            except AgreedError as agreed:
+                self._end(agreed)
+                raise
+            self._end(error)
+            raise
+        finally:
+            self._piece = None
+
+    def _admit(self, closure: Any, blocks: Sequence[Any]) -> None:
+        """Raises UnsupportedRunError, without effect on the run, if there is no step to take."""
+        run = self.run
+        run.check_alive()
+        if run.accounted.failure:
+            raise UnsupportedRunError(
+                "An earlier step of this run was refused, so the run cannot go on: "
+                f"{run.accounted.failure}"
+            )
+        try:
+            refuse_in_budget("run of HiddenStatePrivacyEngine")
+            if self._schedule.num_steps is not None:
+                self._schedule.admit(run.num_steps + 1)
+            if closure is None and len(blocks) > 1:
+                raise UnsupportedRunError(
+                    "Expected optimizer.step(closure), got no closure: the gradients of each of "
+                    f"the {len(blocks)} blocks are taken after the update of the block "
+                    "before. Put zero_grad(), forward and backward pass into a function."
+                )
+        except UnsupportedRunError as error:
+            if self.group is not None:  # ends the run if others would take the step
+                try:
+                    self.group.refuse(str(error), is_admitted=False)
+                except AgreedError as agreed:
+                    run.failure = str(agreed)
+                    raise
+            raise
+
+    def _tell_others(self, error: BaseException) -> None:
+        """Of several processes: what one raises ends the step in all of them."""
+        is_told = isinstance(error, AgreedError) or not isinstance(error, Exception)
+        if self.group is not None and not is_told:
+            self.group.refuse(str(error) or type(error).__name__, is_admitted=True)
+
+    def _end(self, error: BaseException) -> None:
+        text = str(error) or type(error).__name__
+        if self._is_moving:
+            text = (
+                f"step {self.num_steps + 1} was interrupted while it changed the parameters: {text}"
+            )
+        self.run.failure = text
+
+    def _use_gradients(self, block: int, params: Sequence[nn.Parameter]) -> bool:
+        """Adds up the gradients at hand, and noise if they are the last ones of their batch.
+
+        Returns:
+            Whether they are.
+        """
+        run, passes = self.run, self._passes
+        step = run.cursor.steps_taken + 1
+        self._check_settings(step)
+        piece = self._piece = passes.take(step, params, block, self.hidden_norm())
+        self._longest = max(self._longest, piece.longest)
+        if block or not self._is_last_step_skipped:  # the first piece of a batch
+            for param in params:
+                param.summed_grad = None  # type: ignore[attr-defined]
+        # What DPOptimizer.pre_step does; a step hook is refused.
+        self.clip_and_accumulate()
+        self._is_last_step_skipped = passes.skips_step
+        if not self._is_last_step_skipped:
+            self.add_noise()
+            self.scale_grad()
+        passes.used()
+        return not self._is_last_step_skipped
+
+    def _check_settings(self, step: int) -> None:
+        """Raises UnsupportedRunError if something of the optimizer is not as it was."""
+        if "grad_scale" in vars(self) or "found_inf" in vars(self):
+            raise UnsupportedRunError(
+                "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
+                "loss (which changes its smoothness and what is clipped) and skips steps. Train in "
+                "float32 without it."
+            )
+        noise = self.noise_multiplier
+        if type(noise) is not float or noise != self._valid_noise:
+            validate.magnitude("noise_multiplier", noise)
+            self._valid_noise = noise
+        if self.original_optimizer is not self._wrapped:
+            raise UnsupportedRunError(
+                f"step {step} uses another original_optimizer than the one at the start of the "
+                "run. Make another private optimizer for another one."
+            )
+        self.check_update_rule(self._wrapped)
+        now, fixed = self.settings, self._fixed
+        if now != fixed:
+            name = next(name for name in fixed if now[name] != fixed[name])
+            raise UnsupportedRunError(
+                f"step {step} uses {name} = {now[name]!r}, expected {fixed[name]!r} as at the "
+                f"start of the run: {self.constant}"
+            )
+        if self.generator is not self._own_generator:
+            raise UnsupportedRunError(
+                f"step {step} uses another noise generator than at the start of the run: its noise "
+                "may be that of earlier steps. Leave it alone."
+            )
+        if self.step_hook is not None:
+            raise UnsupportedRunError(
+                f"step {step} has a step_hook, which sees the gradients and can change them. Do "
+                "your own work after optimizer.step()."
+            )
+        if self._schedule.learning_rates is not None or self._schedule.target_rate is not None:
+            self._schedule.check_rate(step, self.original_optimizer)
+        self._passes.check_trained(step)
+        managed = {id(p) for g in self.param_groups for p in g["params"] if p.requires_grad}
+        if managed != self._managed:
+            own = {id(p) for p in self.trained if p.requires_grad}
+            if managed != own:
+                raise UnsupportedRunError(
+                    f"step {step} optimizes {len(managed)} parameters, expected the {len(own)} of "
+                    "the start: parameter groups are fixed for a run."
+                )
+
+    def _move(self, *, is_last: bool) -> None:
+        """Moves the parameters along their noisy gradients; a step is recorded before."""
+        piece, passes = self._piece, self._passes
+        assert piece is not None
+        if is_last:
+            totals = self._totals
+            self.run.record.add(self.recorded(passes.index, totals.rows, totals.largest_norm))
+        self._note_move()
+        self.move(piece)
+        passes.keep()
+        if is_last:
+            self._longest = 0.0
+            passes.after(piece.step)
+
+    def _note_move(self) -> None:
+        self._is_moving = self.run.accounted.has_moved = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As in DPOptimizer; gradients of the parameters become None, and take no memory."""
+        is_first = not self._is_last_step_skipped
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = param.grad_sample = None
+                if is_first:
+                    param.summed_grad = None
+        self._passes.cleared()
+
+    # Opacus' seams
+
+    def pre_step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Raises UnsupportedRunError: its noisy gradient could go anywhere without a record."""
+        raise UnsupportedRunError("Expected optimizer.step(), got a call of pre_step.")
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The trainable parameters; within a step those of its block."""
+        return list(super().params if self._piece is None else self._piece.params)
+
+    def clip_and_accumulate(self) -> None:
+        r"""Adds the clipped gradients of the piece to summed_grad, as Opacus does.
+
+        .. math:: \sum_i \min(1, C / (|g_i| + 10^{-6}))\, g_i
+        """
+        piece = self._same_clip_norm()
+        clip_norm = float(self._clip_norm)
+        is_short = piece.longest + OPACUS_CLIP_OFFSET <= clip_norm  # no clip acts
+        piece.add_sums(None if is_short else opacus_clip_factors(piece.norms, clip_norm))
+
+    def _same_clip_norm(self) -> Piece:
+        """Returns the gradients at hand.
+
+        Raises:
+            UnsupportedRunError: Another piece of the batch was clipped by another norm.
+        """
+        piece, now = self._piece, self.max_grad_norm
+        assert piece is not None
+        if self._clip_norm is not None and now != self._clip_norm:
+            raise UnsupportedRunError(
+                f"step {piece.step} clips to {self._clip_norm:g} and then uses {now:g}. "
+                "Change max_grad_norm between logical steps only."
+            )
+        self._clip_norm = now
+        return piece
+
+    def add_noise(self) -> None:
+        """Adds noise as Opacus does, to sums that are complete; of several processes once."""
+        piece, group = self._same_clip_norm(), self.group
+        self._clip_norm = None
+        std = self.noise_multiplier * self.max_grad_norm
+        for param in piece.params:
+            total: torch.Tensor = param.summed_grad  # type: ignore[attr-defined]
+            if group is None or group.draws_noise:
+                if self.secure_mode or not std:
+                    noise = _generate_noise(std, total, self.generator, self.secure_mode)
+                else:
+                    noise = torch.empty_like(total).normal_(0, std, generator=self.generator)
+                total = noise.add_(total)
+            param.grad = total.to(param.dtype)  # sums of half precision are float32
+        if group is None:
+            self._totals = Totals(self._passes.rows, self._longest)
+        else:
+            settings = self._settings_of(piece)
+            self._totals = group.agree(settings, self._passes.rows, self._longest)
+            group.add_up([p.grad for p in piece.params])
+
+    def _settings_of(self, piece: Piece) -> str:
+        """All that has to be the same in all processes that take this step, in words."""
+        groups = [
+            {k: v for k, v in sorted(group.items()) if k != "params" and not _is_on_device(v)}
+            for group in self.param_groups
+        ]
+        block = f", block {piece.block}" if len(self.blocks) > 1 else ""
+        return (
+            f"step {piece.step} on batch {self._passes.index}{block}, noise_multiplier = "
+            f"{self.noise_multiplier!r}, max_grad_norm = {self.max_grad_norm!r}, options {groups}, "
+            f"{len(self.params)} trained parameters"
+        )
+
+    def scale_grad(self) -> None:
+        """Divides as Opacus does; a step on several batches is refused."""
+        assert self._piece is not None
+        if self.loss_reduction == "mean":
+            for param in self._piece.params:
+                param.grad.div_(self.expected_batch_size)  # type: ignore[union-attr]
+
+    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
+        """Raises UnsupportedRunError: a hook sees the gradients and can change them."""
+        raise UnsupportedRunError(
+            "Expected no step hook, got one: the run is recorded without. Do your own work after "
+            "optimizer.step()."
+        )
+
+    def signal_skip_step(self, do_skip: bool = True) -> None:
+        """Announces a piece of a batch (BatchMemoryManager calls it).
+
+        Raises:
+            UnsupportedRunError: The mechanism needs whole batches.
+        """
+        if do_skip and not self.takes_pieces:
+            raise UnsupportedRunError(
+                "Expected whole batches, got a piece of one (BatchMemoryManager, "
+                "signal_skip_step): every block needs the gradients of the whole batch anew."
+            )
+        self.run.cursor.signal(do_skip)
+
+    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
+        return self._passes.skips_step if pop_next else self.run.cursor.next_is_skipped
+
+    # Before there is an optimizer: what make_private asks.
+
+    @classmethod
+    def check_arguments(
+        cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
+    ) -> None:
+        """Checks what only this mechanism knows, before anything is changed.
+
+        Args:
+            arguments: Arguments of `make_private`.
+            module: Model without Opacus' wrapper.
+            optimizer: Optimizer without Opacus' wrapper.
+
+        Raises:
+            TypeError, ValueError: An argument has an impossible value.
+            UnsupportedRunError: The run is not covered.
+        """
+        raise NotImplementedError
+
+    @classmethod
+    def algorithm(cls, declared: DeclaredRun, noise_multiplier: float) -> Algorithm:
+        """Returns the algorithm of the declared run, with the numbers that it is run with.
+
+        Raises:
+            TypeError, ValueError: A hyper-parameter has an impossible value.
+        """
+        maps = declared.maps.values()
+        diameters = (part.diameter(declared.trained) for part in maps)
+        return NoisySGD(
+            noise_multiplier=validate.magnitude("noise_multiplier", noise_multiplier),
+            clip_norm=validate.magnitude("clip_norm", declared.arguments.clip_norm, positive=True),
+            loss=declared.loss,
+            prox_strong_convexity=sum(part.strong_convexity for part in maps),
+            radius=min(diameters, default=math.inf) / 2,
+        )
+
+    @classmethod
+    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> Run:
+        """Returns what records the declared run.
+
+        Raises:
+            UnsupportedRunError: No bound knows the algorithm with such batches.
+            TypeError, ValueError: A hyper-parameter has an impossible value.
+        """
+        return cls.algorithm(declared, noise_multiplier).new_run(declared.plan.fields)
+
+    @classmethod
+    def event(
+        cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
+    ) -> dp_accounting.DpEvent:
+        """Returns the declared run with this noise and number of steps.
+
+        Raises:
+            UnsupportedRunError, TypeError, ValueError: See `new_run`.
+        """
+        algorithm, plan = cls.algorithm(declared, noise_multiplier), declared.plan
+        run = algorithm.new_run(plan.fields)
+        rows = min(plan.batch_size, plan.max_batch_size or plan.batch_size)
+        rate, decay = cls.rates(declared, num_steps)
+        first = rate.values[0] if isinstance(rate, Schedule) else rate
+        step = algorithm.step(learning_rate=first, weight_decay=decay, rows=rows)
+        run.add_counted(step, num_steps)
+        event = run.event()
+        return attrs.evolve(event, learning_rate=rate) if isinstance(rate, Schedule) else event
+
+    @classmethod
+    def rates(cls, declared: DeclaredRun, num_steps: int) -> tuple[float | Schedule, float]:
+        """Returns the learning rates and the decay of so many steps, where they count."""
+        return 1.0, 0.0
+
+    # What is said about it
+
+    @property
+    def update_rule(self) -> str:
+        """What moves the parameters along the noisy gradients, in a word."""
+        return type(self.original_optimizer).__name__
+
+    @property
+    def why_composition(self) -> str:
+        """Why no bound on hidden iterates is about the update, or ""."""
+        return ""
+
+    @property
+    def assumptions(self) -> Iterable[Assumption]:
+        """What is verified at every step, and what is taken on trust."""
+        yield Assumption.checked(self.checked)
+
+    # What stays the same
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What has to stay the same in a run, by name; plain types."""
+        return {
+            "loss_reduction": self.loss_reduction,
+            "expected_batch_size": self.expected_batch_size,
+            "secure_mode": self.secure_mode,
+        }
+
+    def check_update_rule(self, optimizer: Optimizer) -> None:
+        """Raises UnsupportedRunError unless the wrapped optimizer moves as the bound says."""
+        raise NotImplementedError
+
+    # Its part of a step
+
+    @property
+    def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
+        """The parameters that are moved together; the gradients of each are taken anew."""
+        return [self.trained]
+
+    def hidden_norm(self) -> Figure:
+        """Length of a hidden state, read from the device together with that of the gradients."""
+        return 0.0
+
+    def move(self, piece: Piece) -> None:
+        """Moves the parameters along their noisy gradients, and no others."""
+        raise NotImplementedError
+
+    def recorded(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
+        """Returns what is recorded of a logical step, right before the parameters move.
+
+        Args:
+            batch: Index of the batch.
+            rows: Number of records.
+            largest_norm: Largest norm of their gradients.
+            **values: Further fields of the step, which only some mechanisms know.
+        """
+        # Where the event does not say how many records there are, a batch may be any of them.
+        adds = self.declared.relation is NeighboringRelation.ADD_OR_REMOVE_ONE
+        return Step(
+            noise_multiplier=float(self.noise_multiplier),
+            clip_norm=float(self.max_grad_norm),
+            batch=batch,
+            rows=None if adds else rows,
+            largest_norm=largest_norm,
+            **values,
+        )
+
+    # Where the run goes on
+
+    def why_not_resumable(self) -> str:
+        """What a run that took steps needs of the private state to go on, or ""."""
+        return ""
+
+    def private_state(self) -> dict[str, Any]:
+        """Plain types and tensors that `why_not_resumable` names. Secret."""
+        return {}
+
+    def load_private_state(self, state: Mapping[str, Any]) -> None:
+        """Restores what `private_state` returned.
+
+        Raises:
+            ValueError: The state is of another run, or damaged.
+        """
+
+    def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
+        """Is told that the wrapped optimizer is about to load `state_dict`.
+
+        Args:
+            state_dict: State that is loaded.
+            is_checkpoint: Whether the engine loads it, with everything else of a run.
+        """
+
+    # Between the steps
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps taken."""
+        return self.run.num_steps
+
+    def forget_pieces(self) -> None:
+        """Forgets pieces from before a checkpoint was loaded: they are of no batch of the run."""
+        self._is_last_step_skipped, self._longest, self._clip_norm = False, 0.0, None
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Restores the wrapped optimizer: its options, momentum and moments.
+
+        Raises:
+            UnsupportedRunError: They may hold gradients without noise.
+        """
+        self.before_loading(state_dict, is_checkpoint=self.run.is_loading)
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise UnsupportedRunError(
+            f"{type(self).__name__} cannot be copied or pickled: the steps of a copy would be "
+            f"missing from epsilon{self.secret}. Use engine.save_checkpoint, or make "
+            "another optimizer for another run."
+        )
+
+
+def _is_on_device(value: Any) -> bool:
+    """Whether somebody would have to wait for a value."""
+    return isinstance(value, torch.Tensor) and not is_on_host(value)
