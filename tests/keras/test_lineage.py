@@ -24,8 +24,13 @@ DELTA = 1e-5
 @pytest.fixture(autouse=True)
 def new_process(row_by_row):
     """Forgets what the process knows, as a new one would."""
-    lineage._newest.clear()
-    return lineage._newest.clear
+
+    def forget():
+        lineage._newest.clear()
+        lineage._read.clear()
+
+    forget()
+    return forget
 
 
 def composed(*events):
@@ -101,6 +106,17 @@ def test_row82_files_that_hold_the_optimizer_tell_another_process(
     again = make_run()
     again.model = model
     again.fit()
+    check_composed(again, first)
+
+
+@pytest.mark.parametrize("through", [h5, keras, twice])
+def test_a_file_tells_of_the_run_whatever_the_model_is_compiled_with(
+    make_run, tmp_path, through, new_process
+):
+    run = trained(make_run)
+    first = run.callback.privacy_event
+    new_process()
+    again = second_run(make_run, through(run.model, str(tmp_path / "model")))
     check_composed(again, first)
 
 

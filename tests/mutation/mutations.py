@@ -619,6 +619,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "return make(*arguments)",
             ),
         },
+        "keras/test_lineage.py::test_a_file_tells_of_the_run_whatever_the_model_is_compiled_with": {
+            "runs_of_a_file_go_with_its_optimizer": (
+                "_read.get(fingerprint([variable]), ())",
+                "()",
+            ),
+        },
         "keras/test_lineage.py::test_row82_layers_in_another_model": {
             "layers_of_a_trained_model_are_fresh": (
                 "runs += () if (held := _held(variable)) is None else held.behind(variable)",

@@ -3,8 +3,8 @@
 A run that begins with weights that another private run left shows more of the examples than its own
 event says. The variables that a run trains refer to it; copies of layers and models, pickles, and
 what a model or an optimizer writes into its configuration hold the runs as plain types. Weights
-that are copied as numbers hold none, nor do checkpoints of TensorFlow and files of a plain model:
-that is declared by you.
+that are copied as numbers hold none, nor do checkpoints of TensorFlow and files that were written
+without an optimizer: that is declared by you.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from hidden_state_adapters.tf_privacy.settings import Declared
 _BEHIND = "_hidden_state_runs"  # attribute of variables and layers
 _NOT_RECORDED = "nobody recorded its steps, as HiddenStateCallback does."
 _newest: dict[str, Lineage] = {}  # by the names of runs: who goes on with each in this process
+_read: dict[str, tuple[PastRun, ...]] = {}  # runs behind weights of files, by their fingerprints
 
 
 @attrs.frozen
@@ -248,8 +249,22 @@ def _behind(variables: Iterable[Any], layers: Iterable[Any] = ()) -> tuple[PastR
     for held in (vars(layer).get(_BEHIND) for layer in layers):
         runs += held if isinstance(held, tuple) else ()  # of the others their variables tell
     for variable in variables:
-        runs += () if (held := _held(variable)) is None else held.behind(variable)
+        if (held := _held(variable)) is not None:
+            runs += held.behind(variable)
+        elif _read and _value_or_none(variable) is not None:
+            runs += _read.get(fingerprint([variable]), ())
     return _each_once(runs)
+
+
+def remember(fingerprints: Iterable[str], runs: tuple[PastRun, ...]) -> None:
+    """Notes the runs behind weights that a file holds, whatever the model is compiled with next.
+
+    Args:
+        fingerprints: Fingerprints of the variables, one each.
+        runs: Runs behind them.
+    """
+    for name in fingerprints:
+        _read[name] = _each_once((*_read.get(name, ()), *runs))
 
 
 def runs_behind(model: Any) -> tuple[PastRun, ...]:

@@ -22,7 +22,13 @@ from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
 from hidden_state_adapters.tf_privacy.blocks import BlockCoordinateUpdate, blocks_of, check_blocks
 from hidden_state_adapters.tf_privacy.dice import DiceUpdate
 from hidden_state_adapters.tf_privacy.gradients import check_loss, of_rows
-from hidden_state_adapters.tf_privacy.lineage import PastRun, past_runs, plain_runs
+from hidden_state_adapters.tf_privacy.lineage import (
+    PastRun,
+    fingerprint,
+    past_runs,
+    plain_runs,
+    remember,
+)
 from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import Settings, check_scale
@@ -36,7 +42,7 @@ from hidden_state_adapters.tf_privacy.step import (
 
 legacy: Any = tf.keras.optimizers.legacy
 _Schedule = tf.keras.optimizers.schedules.LearningRateSchedule
-_RUNS = "runs_behind_the_weights"  # in a configuration
+_RUNS, _WEIGHTS = "runs_behind_the_weights", "weights"  # in a configuration
 # Options of Keras that must have these values. Where every noisy update is accounted as released,
 # what follows it is free.
 _UNCLIPPED: Mapping[str, Any] = {
@@ -136,6 +142,7 @@ class PrivateOptimizer(legacy.Optimizer):
         self.settings = settings
         self._own = {**settings.to_plain(*_ARGUMENTS), **own}
         self.loaded_runs: tuple[PastRun, ...] = ()  # behind the weights of the file
+        self._loaded_weights: tuple[str, ...] = ()  # their fingerprints
 
     # What a subclass says
 
@@ -308,8 +315,10 @@ class PrivateOptimizer(legacy.Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns all arguments, and what was trained, for whoever loads the file; see Keras."""
-        runs = plain_runs([] if self._steps is None else self._steps.variables, self.loaded_runs)
-        noted = {_RUNS: runs} if runs else {}
+        trained = [] if self._steps is None else self._steps.variables
+        runs = plain_runs(trained, self.loaded_runs)
+        names = [*self._loaded_weights, *(fingerprint([variable]) for variable in trained)]
+        noted = {_RUNS: runs, _WEIGHTS: names} if runs else {}
         return {**self._keras.get_config(self), **self._own, **noted}
 
     @classmethod
@@ -319,8 +328,10 @@ class PrivateOptimizer(legacy.Optimizer):
         """Inverse of `get_config`; see Keras."""
         arguments = dict(config)
         runs = past_runs(arguments.pop(_RUNS, ()))
+        names = tuple(arguments.pop(_WEIGHTS, ()))
+        remember(names, runs)
         optimizer: PrivateOptimizer = super().from_config(arguments, custom_objects)
-        optimizer.loaded_runs = runs
+        optimizer.loaded_runs, optimizer._loaded_weights = runs, names
         return optimizer
 
     def __deepcopy__(self, memo: Any) -> PrivateOptimizer:
