@@ -49,7 +49,7 @@ else:
 
 
 def is_of_keras(thing: Any) -> bool:
-    """Whether Keras wrote the class of it."""
+    """Returns whether Keras wrote the class of it."""
     return type(thing).__module__.startswith(("keras.src.", "tf_keras.src."))
 
 
@@ -59,7 +59,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def as_written(function: _Function) -> _Function:
-    """A function that AutoGraph leaves as it is, while it converts the layers that it calls.
+    """Returns a function that AutoGraph leaves as it is, but converts the layers that it calls.
 
     To convert it takes a quarter of the time of tracing. `do_not_convert` acts on the layers, too,
     where an `if` may be about a tensor.
@@ -72,12 +72,12 @@ def as_written(function: _Function) -> _Function:
 
 
 def tensor_of(variable: Any) -> Any:
-    """The `tf.Variable` that a variable of Keras 3 holds; others as they are."""
+    """Returns the `tf.Variable` that a variable of Keras 3 holds; others as they are."""
     return variable.value if IS_KERAS_3 and isinstance(variable, keras.Variable) else variable
 
 
 def trained(model: Any) -> list[Any]:
-    """The variables of a model or layer that are trained."""
+    """Returns the variables of a model or layer that are trained."""
     return [tensor_of(variable) for variable in model.trainable_variables]
 
 
@@ -101,7 +101,7 @@ def fixed(model: Any) -> list[Any]:
 
 
 def _own_variables(value: Any) -> Iterator[Any]:
-    """The variables of TensorFlow in an attribute of a layer, or in a container in one."""
+    """Returns the variables of TensorFlow in an attribute of a layer, or in a container in one."""
     if isinstance(value, tf.Variable):
         yield value
     elif isinstance(value, list | tuple | set):
@@ -122,7 +122,7 @@ def variables(model: Any) -> list[Any]:
 
 
 def layers_of(model: Any, variables: Sequence[Any]) -> list[str]:
-    """The names of the layers that have one of `variables` for their own."""
+    """Returns the names of the layers that have one of `variables` for their own."""
     wanted, found = {id(variable) for variable in variables}, []
     for layer in model._flatten_layers():
         inner = [id(v) for part in layer._flatten_layers(include_self=False) for v in trained(part)]
@@ -132,14 +132,14 @@ def layers_of(model: Any, variables: Sequence[Any]) -> list[str]:
 
 
 def models_of(model: Any) -> list[Any]:
-    """The models that have a trained variable of a model or layer, itself among them."""
+    """Returns the models that have a trained variable of a model or layer, itself among them."""
     models = [one for one in model._flatten_layers() if isinstance(one, tf.keras.Model)]
     given = vars(model).get("made_private_from", lambda: None)()  # may have no variables yet
     return [one for one in models if trained(one)] + ([] if given is None else [given])
 
 
 def computes_otherwise(layer: Any) -> bool:
-    """Whether a layer of Keras 3 rounds the variables that it trains, or replaces them in use.
+    """Returns whether a layer of Keras 3 rounds the variables that it trains, or replaces them.
 
     Keras 2 says so of every single variable (`step.check_variables`).
     """
@@ -150,14 +150,14 @@ def computes_otherwise(layer: Any) -> bool:
 
 
 def is_plain_dense(layer: Any) -> bool:
-    """Whether it is a Dense layer that multiplies with the one kernel that it trains."""
+    """Returns whether it is a Dense layer that multiplies with the one kernel that it trains."""
     if type(layer) is not layers.Dense or "call" in vars(layer):
         return False
     return not IS_KERAS_3 or not (layer.lora_enabled or layer.quantization_mode)
 
 
 def is_built(model: Any) -> bool:
-    """Whether a model has all its variables."""
+    """Returns whether a model has all its variables."""
     if not IS_KERAS_3:
         return bool(model.built)
     return all(layer.built for layer in model._flatten_layers())
@@ -179,7 +179,7 @@ def build(model: Any, x: Any) -> None:
 
 
 def has_other_operations(model: Any) -> bool:
-    """Whether something but layers is in the graph of a model of inputs and outputs.
+    """Returns whether something but layers is in the graph of a model of inputs and outputs.
 
     Keras 2 makes layers of operations; in Keras 3 they may use the variables of a layer, unseen.
     """
@@ -195,7 +195,7 @@ def as_given(model: Any) -> tuple[Any, Any]:
 
 
 def config_of(model: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a model, with its graph, which Keras 3 writes down of no subclass.
+    """Returns the configuration of a model, with its graph, which Keras 3 leaves out.
 
     Args:
         model: Model of inputs and outputs, or another one.
@@ -207,7 +207,7 @@ def config_of(model: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def stack_of(model: Any) -> list[Any]:
-    """The layers of a Sequential model, for another one."""
+    """Returns the layers of a Sequential model, for another one."""
     return list(model._layers if IS_KERAS_3 else model.layers)
 
 
@@ -215,7 +215,7 @@ def stack_of(model: Any) -> list[Any]:
 
 
 def without_reduction(loss: Any) -> Any:
-    """A loss object of Keras that gives the losses of single examples."""
+    """Returns a loss object of Keras that gives the losses of single examples."""
     plain = object.__new__(type(loss))  # Keras 3 copies through a file
     vars(plain).update(vars(loss))
     plain.reduction = NO_REDUCTION
@@ -223,7 +223,7 @@ def without_reduction(loss: Any) -> Any:
 
 
 def options_of(loss: Any) -> dict[str, Any]:
-    """The arguments of a loss object of Keras; in Keras 3 configurations lack some."""
+    """Returns the arguments of a loss object of Keras; in Keras 3 configurations lack some."""
     return {**loss.get_config(), **getattr(loss, "_fn_kwargs", {})}
 
 
@@ -231,17 +231,17 @@ def options_of(loss: Any) -> dict[str, Any]:
 
 
 def is_legacy(optimizer: Any) -> bool:
-    """Whether it is an optimizer of before Keras 2.11."""
+    """Returns whether it is an optimizer of before Keras 2.11."""
     return not IS_KERAS_3 and isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
 
 
 def is_optimizer(optimizer: Any) -> bool:
-    """Whether it is an optimizer of Keras."""
+    """Returns whether it is an optimizer of Keras."""
     return isinstance(optimizer, tf.keras.optimizers.Optimizer) or is_legacy(optimizer)
 
 
 def is_sgd(optimizer: Any) -> bool:
-    """Whether it is Keras' SGD and no class of somebody else."""
+    """Returns whether it is Keras' SGD and no class of somebody else."""
     own = (tf.keras.optimizers.SGD,)
     return type(optimizer) in (own if IS_KERAS_3 else (*own, tf.keras.optimizers.legacy.SGD))
 
@@ -276,19 +276,19 @@ def update_options(optimizer: Any) -> dict[str, Any]:
 
 
 def given_rate(optimizer: Any) -> Any:
-    """The learning rate as it was given: a number (a variable), a schedule, or a function."""
+    """Returns the learning rate as it was given: a number, a schedule, or a function."""
     if is_legacy(optimizer):
         return optimizer._hyper["learning_rate"]
     return tensor_of(optimizer._learning_rate)
 
 
 def iterations_of(optimizer: Any) -> Any:
-    """The variable that counts the updates."""
+    """Returns the variable that counts the updates."""
     return tensor_of(optimizer._iterations) if IS_KERAS_3 else optimizer.iterations
 
 
 def rate_of(optimizer: Any) -> tf.Tensor:
-    """The learning rate of the next update."""
+    """Returns the learning rate of the next update."""
     if is_legacy(optimizer):
         return optimizer._decayed_lr(tf.float32)
     rate = given_rate(optimizer)
@@ -314,7 +314,7 @@ def note_update(optimizer: Any) -> None:
 
 
 def state_of(optimizer: Any) -> list[Any]:
-    """The variables of an optimizer but the count and the learning rate: moments, averages."""
+    """Returns the variables of an optimizer but count and learning rate: moments, averages."""
     own = optimizer.variables
     own = [tensor_of(variable) for variable in (own() if callable(own) else own)]
     apart = (iterations_of(optimizer), given_rate(optimizer) if not is_legacy(optimizer) else None)
@@ -331,7 +331,7 @@ def build_metrics(model: Any, batch: Any) -> None:
 
 
 def waits_for_batches(callback: Any) -> bool:
-    """Whether a callback does something before or after every batch of training."""
+    """Returns whether a callback does something before or after every batch of training."""
     if hasattr(callback, "_implements_train_batch_hooks"):
         return bool(callback._implements_train_batch_hooks())
     hooks = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")

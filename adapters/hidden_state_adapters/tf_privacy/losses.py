@@ -79,12 +79,12 @@ class EnvelopeLoss(tf.keras.losses.Loss):
         self.smoothing = envelope.check_smoothing(smoothing, needed_by=self._kink)
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments of the constructor."""
+        """Returns the arguments of the constructor."""
         own = {"clip_norm": self.clip_norm, "smoothing": self.smoothing, **self._more}
         return {**super().get_config(), **own}
 
     def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
-        """The loss of a linear model, as a function of its parameters.
+        """Returns the loss of a linear model, as a function of its parameters.
 
         Args:
             feature_norm: A bound on the L2 norm of every record's features.
@@ -99,7 +99,7 @@ class EnvelopeLoss(tf.keras.losses.Loss):
         return {}
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
-        """The losses of a batch, shape (examples,)."""
+        """Returns the losses of a batch, shape (examples,)."""
         y_pred = tf.convert_to_tensor(y_pred)
         if y_pred.dtype not in (tf.float32, tf.float64):
             raise TypeError(
@@ -203,7 +203,7 @@ def _softmax_envelope(
 
 
 def _solve(problem: SoftmaxEnvelope) -> Point:
-    """The solutions; p is not a number where none was found that is certified."""
+    """Returns the solutions; p is not a number where none was found that is certified."""
     start, is_pulled = problem.start()
     is_open = tf.reduce_any(is_pulled) if problem.smoothing == 0 else tf.constant(True)
 
@@ -374,7 +374,7 @@ def _of_one_output(
 
 
 def _reshaped(targets: Any, predictions: Any) -> Any:
-    """The targets in the shape of the predictions, if they differ by a last dimension of 1."""
+    """Returns the targets in the shape of the predictions, but for a last dimension of 1."""
     ranks = targets.shape.rank, predictions.shape.rank
     if ranks == (1, 2) and predictions.shape[1] == 1:
         targets = targets[:, None]

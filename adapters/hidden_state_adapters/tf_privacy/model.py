@@ -489,7 +489,7 @@ class HiddenStateModel(PrivateTraining):
     """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """A functional model is one of a class of its own, as in Keras."""
+        """Returns a functional model as one of a class of its own, as Keras does."""
         is_functional = len(args) == 2 or "inputs" in kwargs or "outputs" in kwargs
         if cls is HiddenStateModel and is_functional:
             cls = _HiddenStateFunctional
@@ -545,7 +545,7 @@ tf.keras.utils.get_custom_objects().update(
 
 
 def make_private(model: Any, **settings: Any) -> PrivateTraining:
-    """The same layers, with their weights, in a model whose `fit` is private and accounted.
+    """Returns the same layers, with their weights, in a model whose `fit` is private and accounted.
 
     Args:
         model: A tf.keras.Sequential, or a model of inputs and outputs.
@@ -589,7 +589,7 @@ def _check_fit(validation_split: float, shuffle: Any, settings: Settings) -> Non
 
 
 def _is_due(epoch: int, frequency: Any) -> bool:
-    """Whether Keras would validate after this epoch."""
+    """Returns whether Keras would validate after this epoch."""
     if isinstance(frequency, int):
         return (epoch + 1) % frequency == 0
     return epoch + 1 in frequency

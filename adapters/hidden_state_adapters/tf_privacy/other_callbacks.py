@@ -23,7 +23,7 @@ def releases_of(
     metrics_stay_private: bool,
     public_validation: bool = False,
 ) -> tuple[bool, bool]:
-    """Whether an iterate is released after every epoch, and after every step.
+    """Returns whether an iterate is released after every epoch, and after every step.
 
     Args:
         callbacks: All of a fit.
@@ -87,7 +87,7 @@ def releases_of(
 
 
 def _chooses_by_validation(callback: Any) -> bool:
-    """Whether it is one of Keras that stops, or keeps files, by metrics of validation data."""
+    """Returns whether it stops, or keeps files, by metrics of validation data, as Keras' do."""
     kinds = (_callbacks.EarlyStopping, _callbacks.ModelCheckpoint)
     if not isinstance(callback, kinds) or not _is_of_keras(callback):
         return False
@@ -97,7 +97,7 @@ def _chooses_by_validation(callback: Any) -> bool:
 
 
 def _is_of_keras(callback: Any) -> bool:
-    """Whether it does only what Keras wrote; a LambdaCallback runs functions of the user."""
+    """Returns whether it does only what Keras wrote, and runs no functions of the user."""
     is_lambda = isinstance(callback, _callbacks.LambdaCallback)
     return not is_lambda and keras_api.is_of_keras(callback)
 

@@ -31,7 +31,7 @@ def refuse_surroundings(strategy: Any = None) -> None:
 
 
 def strategy_of(model: Any) -> Any:
-    """The strategy that the model was made in, or None.
+    """Returns the strategy that the model was made in, or None.
 
     Raises:
         UnsupportedRunError: It is not a MirroredStrategy, or fit is called in its scope.
@@ -67,7 +67,7 @@ def check_made_in(strategy: Any, variables: Sequence[Any]) -> None:
 
 
 def copies(variables: Sequence[Any]) -> list[Any]:
-    """The variables of all replicas, in place of each that is mirrored."""
+    """Returns the variables of all replicas, in place of each that is mirrored."""
     return [
         copy
         for variable in variables

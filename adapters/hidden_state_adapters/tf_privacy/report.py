@@ -155,7 +155,7 @@ class PrivacyReport:
         return _assumptions(self._recorded(), self._told_by()._declared_texts())
 
     def get_epsilon(self, delta: float) -> float:
-        """The epsilon of what is released at `delta`, if the model is the last iterate.
+        """Returns the epsilon of what is released at `delta`, if the model is the last iterate.
 
         Raises:
             ValueError: No step was taken.
@@ -253,7 +253,7 @@ class PrivacyReport:
         return state.to_plain()
 
     def report(self, delta: float | None = None) -> str:
-        """The privacy statement of the run with everything that was checked and declared.
+        """Returns the privacy statement of the run with everything that was checked and declared.
 
         Args:
             delta: Where epsilon is read; None for the callback's target_delta.
