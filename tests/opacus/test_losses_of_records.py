@@ -20,7 +20,10 @@ DECLARED = (
     "the loss of a batch is the mean (or sum) of the losses of its records: no class weights or "
     "token counts in a mean, no contrastive terms"
 )
-LOOKED = f"{DECLARED} (the criterion that was passed: looked at once, on the first batch)"
+LOOKED = (
+    f"{DECLARED} (the criterion that was passed was looked at once, on the first batch; that the "
+    "loop uses it was not)"
+)
 WEIGHTS = torch.tensor([1.0, 5.0, 20.0])
 PAGE = Path(__file__).parents[2] / "docs/opacus.md"
 

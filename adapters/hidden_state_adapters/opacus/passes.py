@@ -500,7 +500,7 @@ class Passes:
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
-        """What is looked at, and what is taken on trust."""
+        """The checked, the declared and the public assumptions."""
         yield from self._of_the_batches()
         yield from self._of_the_gradients()
         yield from self._of_the_model()
@@ -539,10 +539,13 @@ class Passes:
             yield Assumption.declared("collate_fn takes every record of a batch by itself")
 
     def _of_the_gradients(self) -> Iterable[Assumption]:
-        """What is taken on trust of a loss that the loop computes."""
+        """The assumption about a loss that the loop computes."""
         looked = ""
         if self._has_apart_losses:
-            looked = " (the criterion that was passed: looked at once, on the first batch)"
+            looked = (
+                " (the criterion that was passed was looked at once, on the first batch; that the "
+                "loop uses it was not)"
+            )
         yield Assumption.declared(f"{LOSS_OF_RECORDS}{looked}")
 
     def _of_the_model(self) -> Iterable[Assumption]:
