@@ -679,7 +679,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "keras/test_add_or_remove.py": {
             "the_number_of_examples_is_in_the_event_under_add_or_remove": (
-                "            self.plan.hide_size()",
+                "            plan.hide_size()",
                 "            pass",
             ),
         },
