@@ -64,7 +64,7 @@ help:
 	@echo "make test-mutations  put one mistake at a time into the engine: the test of each must notice it (a quarter of an hour)"
 	@echo "make rehearsal    every path of the Opacus adapter on a pretend device, which c++ builds, or on DEVICE=cuda"
 	@echo "make tightness    write docs/tightness.md: the bounds against exact values"
-	@echo "make benchmarks   write docs/benchmarks/steps.md: steps of the Opacus optimizers against Opacus'"
+	@echo "make benchmarks   write docs/benchmarks/speed.md: steps of the Opacus optimizers against Opacus'"
 	@echo "make gpu          tests that need a CUDA device; writes docs/benchmarks/steps_cuda.md. Needs torch, no network"
 	@echo "make gpu-wheels   what make gpu needs beside torch, into wheels/, to be carried to a machine without network"
 	@echo "make utility      write docs/benchmarks/utility.md: accuracy at equal epsilon (hours; it can be stopped)"

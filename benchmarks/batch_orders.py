@@ -2,7 +2,7 @@
 
     python benchmarks/batch_orders.py
 
-Writes its part of docs/benchmarks/accounting.md, and docs/benchmarks/batch_orders.png.
+Writes its part of docs/benchmarks/speed.md, and docs/benchmarks/batch_orders.png.
 """
 
 import pathlib
@@ -111,7 +111,7 @@ def main():
         "secret only if neither it nor its seed is ever published "
         "([which order for which run](../theory/data_order.md)).",
     ]
-    fill(FOLDER / "accounting.md", "benchmarks/batch_orders.py", "\n".join(lines))
+    fill(FOLDER / "speed.md", "benchmarks/batch_orders.py", "\n".join(lines))
     plot(table)
 
 
