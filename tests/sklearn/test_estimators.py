@@ -207,7 +207,7 @@ def test_one_pair_of_bounds_is_for_all_columns():
     [
         ("random_state", "cannot be seeded"),
         ("warm_start", "starts at zero"),
-        ("C", "no penalty to be weighed"),
+        ("C", "has a penalty"),
         ("learning_rate", "recommend chooses it"),
         ("max_iter", "more steps get more noise each"),
         ("n_jobs", "OMP_NUM_THREADS"),

@@ -287,9 +287,8 @@ class _Rows:
         w = torch.from_numpy(weights).to(self.means.device)
         total, longest = torch.zeros_like(w), math.hypot(self.norm, self.constant)
         known = BY_NAME[loss](TORCH, w.shape[1])
-        for index, block in self.blocks():
+        for index, block, z in self._predictions(w):
             scales, y = self.scales[index][:, None], targets[index]
-            z = self._predictions(index, block, w)
             rows = functional.one_hot(y, z.shape[1]) if z.shape[1] > 1 else y[:, None]
             slopes = known.slopes(z, rows)
             # The gradient is an outer product: its norm is that of slopes times that of the row.
@@ -302,10 +301,12 @@ class _Rows:
         total[:-1] = self._unwhitened(total[:-1])  # a symmetric map
         return total.cpu().numpy()
 
-    def _predictions(self, index: slice, block: Tensor, w: Tensor) -> Tensor:
-        slopes = self._unwhitened(w[:-1])
-        z = (block @ slopes - self.means @ slopes) * self.scales[index][:, None]
-        return z + self.constant * w[-1]
+    def _predictions(self, w: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """The blocks, with what is predicted for them."""
+        slopes = self._unwhitened(w[:-1])  # once: of many columns it takes as long as all blocks
+        for index, block in self.blocks():
+            z = (block @ slopes - self.means @ slopes) * self.scales[index][:, None]
+            yield index, block, z + self.constant * w[-1]
 
     def _unwhitened(self, slopes: Tensor) -> Tensor:
         """Slopes on centred features, from those on whitened ones."""
@@ -314,8 +315,7 @@ class _Rows:
     def clipped_losses(self, labels: Tensor, weights: np.ndarray) -> np.ndarray:
         """What the temperature is found from."""
         w, found = torch.from_numpy(weights).to(self.means.device), np.zeros(4)
-        for index, block in self.blocks():
-            z = self._predictions(index, block, w)
+        for index, _, z in self._predictions(w):
             found += clipped_losses(z.cpu().numpy(), labels[index].long().cpu().numpy())
         return found
 

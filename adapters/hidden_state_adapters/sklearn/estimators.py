@@ -49,13 +49,14 @@ _AUTO = "auto"
 _NUMBERS = "biuf"  # kinds of dtypes
 
 
+_NO_PENALTY = "few steps and the noise keep weights small; PrivateRegressor(alpha=) has a penalty"
 _NOT_HERE = {
     "random_state": "the noise cannot be seeded: who knows the seed knows the noise, and private "
     "data with it. For repeatable experiments save the fitted model",
     "warm_start": "the accounted run starts at zero. Fit anew with the whole budget, or add up "
     "several fits with hidden_state_accountants.budget",
     "partial_fit": "the accounted run is about all records at once. Call fit with all of them",
-    "C": "few steps and the noise keep weights small; there is no penalty to be weighed",
+    "C": _NO_PENALTY,
     "learning_rate": "hidden_state_accountants.recommend chooses it, by public numbers alone",
     "max_iter": "hidden_state_accountants.recommend chooses the number of steps, n_iter_, and with "
     "it the noise: more steps get more noise each",
@@ -497,11 +498,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         guarantee_, report_: What is proved, and a statement to paste.
     """
 
-    _not_here: ClassVar[dict[str, str]] = {
-        **_NOT_HERE,
-        "alpha": "few steps and the noise keep weights small; ridge regression is "
-        "PrivateRegressor(alpha=)",
-    }
+    _not_here: ClassVar[dict[str, str]] = {**_NOT_HERE, "alpha": _NO_PENALTY}
 
     def __init__(
         self,
