@@ -162,8 +162,10 @@ def _of_all(event: LastIterateDpEvent, relation: NeighboringRelation, delta: flo
 def _why_nothing_contracts(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
     process = process_of(event, relation)
     if process is None:
-        return _NO_LOSS
+        return _NO_LOSS if event.loss is None else ""
     c = float(process.contraction.max())
     if c > 1:
         return f"a step stretches distances by up to c = {c:.4g}"
-    return "the update does not shrink distances (c = 1)" if c == 1 else ""
+    if c == 1:
+        return "the update does not shrink distances (c = 1)"
+    return f"too few steps: one of them keeps up to c = {c:.4g} of a distance"

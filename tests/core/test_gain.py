@@ -74,6 +74,7 @@ def test_a_short_run_gains_with_its_own_batches_only():
     [
         ({"loss": None}, "a network with hidden layers has none"),
         ({"weight_decay": 0.0}, "the update does not shrink distances"),
+        ({"num_steps": 5}, "too few steps: one of them keeps up to c = 0.95 of a distance"),
         ({"clip_norm": 1.0, "weight_decay": 0.0}, "a step stretches distances by up to c = 1.03"),
     ],
 )
