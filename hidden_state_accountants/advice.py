@@ -1,17 +1,14 @@
-"""What is said of a run of SGD beside its epsilon: whether it contracts, and what would lower it.
+"""What would lower the epsilon of a run of SGD: each change with the accountant's own figure.
 
-Of the single changes of a run those come first that cost no accuracy: a secret order, Poisson
-batches, a constant rate, a clip norm that does not act. Any other is named beside the noise that
-gives the same epsilon without it: on many data sets that is the better model.
+A step that stretches distances is named first. Then come the changes that cost no accuracy: a
+secret order, Poisson batches, a constant rate, a clip norm that does not act; then all others.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import attrs
 import dp_accounting
@@ -21,33 +18,34 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.bounds.composition import composition_of
 from hidden_state_accountants.errors import UnsupportedRunError
-from hidden_state_accountants.events.batch_order import BatchOrder
+from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE, BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
-from hidden_state_accountants.events.schedule import Schedule
+from hidden_state_accountants.events.schedule import Schedule, mapped
 from hidden_state_accountants.figures import text_up
-from hidden_state_accountants.process.noisy_process import process_of
+from hidden_state_accountants.guarantee import change_lines
+from hidden_state_accountants.process.noisy_process import NoisyProcess, process_of
 
-_LEAST = 0.01  # of epsilon; a change that lowers it by less is not worth a line
-_CLOSE, _TRIES = 1.01, 4  # of epsilon, at equal noise
+_LEAST = 0.01  # share of epsilon; a change that lowers it by less is not worth a line
 _DELTA = 1e-5  # where the gain of the first epochs is read
-_STEPS_THAT_CONTRACT = 50_000  # how far ahead is looked
+_STEPS_AHEAD = 50_000  # at most so many steps are accounted for ahead
+_SMALLEST_SCALE = 1e-3  # of the learning rate; one that is lowered by more trains another model
+_SCALES = 1000  # that are tried, each 0.7 % below the one before
+_ROUNDED = 1 + 1e-12  # relative error of moduli
 _EQUALS_COMPOSITION = "no contraction: epsilon equals composition (each epoch counts)"
-_UNKNOWN_CURVATURE = (LossKind.LINEAR, LossKind.HOELDER)
-_NAMES = {
-    BatchOrder.POISSON: "poisson",
-    BatchOrder.SHUFFLED_ONCE: "shuffled_once (an order that is kept secret)",
-    BatchOrder.FULL: "full",
-}
+
+Change = tuple[str, LastIterateDpEvent, bool]
+"""A description, the changed run, and whether the change may cost accuracy."""
 
 
 def single_changes(
     event: LastIterateDpEvent, relation: NeighboringRelation, delta: float
 ) -> tuple[tuple[str, float], ...]:
-    """(description, epsilon) of the run with one thing changed: what costs no accuracy first.
+    """(description, epsilon) of the run with one thing changed, each by `best_guarantee`.
 
     Returns:
-        The changes that lower epsilon by a hundredth at least, the most helpful of a kind first.
+        The changes that lower epsilon by a hundredth at least: a rate that stretches no distance,
+        what costs no accuracy, the rest; of each kind the most helpful one first.
     """
 
     def epsilon(run: LastIterateDpEvent) -> float:
@@ -56,57 +54,79 @@ def single_changes(
         except UnsupportedRunError:
             return math.inf
 
-    now, found = epsilon(event), []
-    for description, changed, costs in _changes(event):
+    now, helpful = epsilon(event), []
+    stretching = _shorter_steps(event, relation)
+    for change in [*stretching, *_changes(event)]:
+        description, changed, costs = change
         value = epsilon(changed)
-        if not value < now * (1 - _LEAST):
-            continue
-        noise = _equal_noise(event, epsilon, now, value) if costs else None
-        if noise is not None:
-            description += f" (without that, noise multiplier {noise:g} gives the same epsilon)"
-        found.append((costs, value, description))
-    return tuple((description, value) for _, value, description in sorted(found))
+        if value < now * (1 - _LEAST):
+            helpful.append((change not in stretching, costs, value, description))
+    return tuple((description, value) for *_, value, description in sorted(helpful))
 
 
-def _equal_noise(
-    event: LastIterateDpEvent,
-    epsilon: Callable[[LastIterateDpEvent], float],
-    now: float,
-    wanted: float,
-) -> float | None:
-    """The noise multiplier, to three digits, with which the run has the epsilon wanted.
+def report_lines(
+    event: dp_accounting.DpEvent, relation: NeighboringRelation, delta: float
+) -> list[str]:
+    """The changes of `single_changes`, a line each, beside the epsilon of the run.
 
-    Epsilon falls about like a power of the noise, whose exponent is that of the last two values.
+    Args:
+        event: The run that happened.
+        relation: Relation of the guarantee.
+        delta: Where epsilon is read.
     """
-    if isinstance(event.noise_multiplier, Schedule) or not 0 < wanted < now < math.inf:
-        return None
-    noise, exponent, value = event.noise_multiplier, -1.0, now
-    for _ in range(_TRIES):
-        following = noise * (wanted / value) ** (1 / exponent)
-        found = epsilon(attrs.evolve(event, noise_multiplier=following))
-        if not 0 < found < math.inf:
-            return None
-        if wanted / _CLOSE <= found <= wanted * _CLOSE:
-            return float(f"{following:.2e}")
-        if found != value:
-            exponent = min(math.log(found / value) / math.log(following / noise), -0.1)
-        noise, value = following, found
-    return None
+    if not isinstance(event, LastIterateDpEvent):
+        return []
+    return change_lines(
+        best_guarantee(event, relation).epsilon(delta), single_changes(event, relation, delta)
+    )
 
 
-def _changes(event: LastIterateDpEvent) -> Iterator[tuple[str, LastIterateDpEvent, bool]]:
-    """Description, the changed run, and whether the change may cost accuracy."""
-    change = functools.partial(attrs.evolve, event)
+def _shorter_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> list[Change]:
+    """The largest learning rate whose steps stretch no distance, where those of the run do."""
+
+    def scaled(scale: float) -> LastIterateDpEvent:
+        rate = mapped(lambda rate: float(f"{rate * scale:.3g}"), event.learning_rate)
+        return attrs.evolve(event, learning_rate=rate)
+
+    def process(run: LastIterateDpEvent) -> NoisyProcess | None:
+        return process_of(run.one_step_if_constant(), relation)
+
+    now = process(event)
+    c = 0.0 if now is None else float(now.contraction.max())
+    if not 1 < c < math.inf:
+        return []
+    scale = None
+    for smaller in np.geomspace(1, _SMALLEST_SCALE, _SCALES).tolist():
+        then = process(scaled(smaller))
+        if then is not None and (then.contraction <= 1).all():
+            scale = scale or smaller
+            if (then.contraction <= then.drift_contraction * _ROUNDED).all():
+                scale = smaller  # a hardly smaller rate lets the whole decay contract
+                break
+    if scale is None:  # the clip stretches: a clip norm that never acts is another change
+        return []
+    rate = scaled(scale).learning_rate
+    text = f"rates times {scale:.3g}" if isinstance(rate, Schedule) else f"rate {rate:g}"
+    of = "a batch of mean size" if event.batch_order in OF_RANDOM_SIZE else "any batch"
+    description = (
+        f"learning {text}: no step on {of} then stretches distances, which now is up to c = {c:.4g}"
+    )
+    return [(description, scaled(scale), True)]
+
+
+def _changes(event: LastIterateDpEvent) -> Iterator[Change]:
+    """All other changes; what has no bound is left out later."""
+    change, order = functools.partial(attrs.evolve, event), event.batch_order
+    any_sizes = {"sampling_rate": None, "max_batch_size": None}
     if event.release_steps:
         count = len(event.release_steps)
         alone = change(release_steps=())
         yield f"release the last iterate only, not {count} more", alone, False
-    if event.batch_order is BatchOrder.CYCLIC:
-        secret = change(batch_order=BatchOrder.SHUFFLED_ONCE)
-        yield "keep the order of the batches secret (shuffled once, uniformly)", secret, False
-    if event.batch_order not in (BatchOrder.POISSON, BatchOrder.FULL):
-        poisson = change(batch_order=BatchOrder.POISSON)
-        yield "Poisson batches", poisson, False
+    if order not in (BatchOrder.SHUFFLED_ONCE, BatchOrder.FULL) and event.loss is not None:
+        secret = change(batch_order=BatchOrder.SHUFFLED_ONCE, **any_sizes)
+        yield "shuffled once, by a uniform order that is kept secret", secret, False
+    if order not in (BatchOrder.POISSON, BatchOrder.FULL):
+        yield "Poisson batches", change(batch_order=BatchOrder.POISSON, **any_sizes), False
     if isinstance(event.learning_rate, Schedule):
         rate = float(f"{np.mean(event.per_step('learning_rate')):.4g}")
         yield f"a constant rate, {rate:g}", change(learning_rate=rate), False
@@ -119,7 +139,7 @@ def _changes(event: LastIterateDpEvent) -> Iterator[tuple[str, LastIterateDpEven
             same = attrs.evolve(longer, noise_multiplier=noise)
             yield f"{text}, at the same noise", same, False
         yield f"{text}, at the same noise multiplier", longer, True
-    if loss is not None and loss.kind not in _UNKNOWN_CURVATURE:
+    if loss is not None and loss.kind not in (LossKind.LINEAR, LossKind.HOELDER):
         # Twice the decay; a quarter of the smoothness, enough to contract, if that is more.
         largest = float(np.max(event.per_step("weight_decay")))
         limit = 0.5 / (float(np.max(event.per_step("learning_rate"))) or math.inf)
@@ -133,7 +153,7 @@ def _text(value: float | Schedule | None) -> str:
 
 
 def _length_that_is_clipped(event: LastIterateDpEvent) -> float | None:
-    """The known length that no gradient exceeds, where some step clips to less."""
+    """The length that no gradient exceeds, where some step clips to less."""
     longest = None if event.loss is None else event.loss.lipschitz
     if longest is None or event.clip_norm is None:
         return None
@@ -165,7 +185,7 @@ def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation
             f"no contraction: {reason}; what the secret order gains is in get_epsilon (assuming "
             "the first step's hyper-parameters)"
         )
-    epochs = min(10, _STEPS_THAT_CONTRACT // event.batches_per_epoch)
+    epochs = min(10, _STEPS_AHEAD // event.batches_per_epoch)
     if epochs < 2:  # within one epoch the last batch always costs as much as under composition
         return f"no contraction: {reason} (assuming the first step's hyper-parameters)"
     ahead = attrs.evolve(event, num_steps=epochs * event.batches_per_epoch)
@@ -178,97 +198,4 @@ def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation
     return (
         f"no contraction: {reason}; after {epochs} epochs epsilon is {text_up(gain, 3)} times that "
         f"of composition, thanks to the noise of the other batches only ({assuming})"
-    )
-
-
-def report_lines(
-    event: dp_accounting.DpEvent,
-    relation: NeighboringRelation,
-    delta: float,
-    clip: str = "max_grad_norm",
-) -> list[str]:
-    """What other batches, or another clip, would give, a line each; quick bounds only.
-
-    Args:
-        event: The run that happened.
-        relation: Of the guarantee.
-        delta: Where epsilon is read.
-        clip: The argument that is the clip norm.
-    """
-    if not isinstance(event, LastIterateDpEvent):
-        return []
-    lines = (_of_other_batches(event, relation, delta), _of_another_clip(event, relation, clip))
-    return [line for line in lines if line]
-
-
-def _of_other_batches(
-    event: LastIterateDpEvent, relation: NeighboringRelation, delta: float
-) -> str:
-    found = other_batches(event, relation, delta)
-    if not found:
-        return ""
-    passes = event.num_steps / event.batches_per_epoch
-    figures = [f"{_NAMES[order]} {text_up(epsilon, 4)}" for order, epsilon in found.items()]
-    line = (
-        f"with other batches, at this noise after {passes:g} epochs: epsilon at most "
-        f"{', '.join(figures)}"
-    )
-    poisson = found.get(BatchOrder.POISSON, math.inf)
-    if poisson >= best_guarantee(event, relation).epsilon(delta):
-        return line
-    own = f"{line}; {event.batch_order.value} batches cost"
-    if event.loss is None:
-        return f"{own} more for any number of epochs, because no loss geometry is declared"
-    return f"{own} more now"
-
-
-def other_batches(
-    event: LastIterateDpEvent, relation: NeighboringRelation, delta: float
-) -> dict[BatchOrder, float]:
-    """Epsilon of the same number of epochs, at the same noise multiplier, with other batches.
-
-    Of POISSON batches by composition, which is no larger than what stock accountants report; a
-    hidden state may need less. None for runs whose settings change.
-
-    Returns:
-        Epsilon by order, for POISSON, SHUFFLED_ONCE (with a loss geometry) and FULL, as far as they
-        are other orders and have a bound.
-    """
-    found: dict[BatchOrder, float] = {}
-    has_poisson_only = relation is NeighboringRelation.ADD_OR_REMOVE_ONE
-    if has_poisson_only or event.has_schedules:
-        return found
-    now = event.batch_order
-    for order in () if now is BatchOrder.FULL else _NAMES:
-        if order is now or (order is BatchOrder.SHUFFLED_ONCE and event.loss is None):
-            continue
-        changes: dict[str, Any] = {"sampling_rate": None, "max_batch_size": None}
-        if order is BatchOrder.FULL:
-            changes |= {"batch_size": event.dataset_size, "release_steps": ()}
-            changes["num_steps"] = math.ceil(event.num_steps / event.batches_per_epoch)
-        other = attrs.evolve(event, batch_order=order, **changes)
-        bound = composition_of if order is BatchOrder.POISSON else best_guarantee
-        with contextlib.suppress(UnsupportedRunError):
-            if (known := bound(other, relation)) is not None:
-                found[order] = known.epsilon(delta)
-    return found
-
-
-def _of_another_clip(event: LastIterateDpEvent, relation: NeighboringRelation, clip: str) -> str:
-    """The clip norm from which on no clip acts, where that makes the update contract more."""
-    longest = _length_that_is_clipped(event)
-    if longest is None:
-        return ""
-    clip_norm = math.ceil(longest * 1.00001 * 1e4) / 1e4
-    now = process_of(event, relation)
-    then = process_of(attrs.evolve(event, clip_norm=clip_norm), relation)
-    if now is None or then is None:
-        return ""
-    before, after = float(now.contraction.max()), float(then.contraction.max())
-    if not after < before:
-        return ""
-    return (
-        f"raise {clip} to {clip_norm:g}: clipping then never acts, and the update "
-        f"stretches distances by at most c = {after:.6g} instead of {before:.6g}. (The noise "
-        "grows with it.)"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import attrs
 import dp_accounting
@@ -189,25 +189,26 @@ class Guarantee:
             raise ValueError(f"No standard event expresses the guarantee by {self.theorem}.")
         return event
 
-    def explain(self, delta: float = 1e-5) -> str:
-        """Theorem, relation, assumptions, the bounds that were not used, and what would help.
+    def explain(self, delta: float = 1e-5, *, bounds: bool = False) -> str:
+        """Names theorem and relation, what would lower epsilon, and all assumptions.
 
         Args:
             delta: Where epsilon is read.
+            bounds: True to name the bounds that were not used as well, each with the reason.
         """
+        epsilon = self.epsilon(delta)
         lines = [f"theorem: {self.theorem}", f"neighboring relation: {self.relation}"]
         if self.is_of_groups:
             lines.append(f"groups: data sets that differ in up to {self.group_size} records")
-        if self.mu is not None:
-            lines.append(f"mu (Gaussian differential privacy): {text_up(self.mu, 6)}")
-        lines.append(f"epsilon at delta {delta:g}: {text_up(self.epsilon(delta), 6)}")
+        if self.curve.mu is not None:
+            lines.append(f"mu (Gaussian differential privacy): {text_up(self.curve.mu, 6)}")
+        lines.append(f"epsilon at delta {delta:g}: {text_up(epsilon, 6)}")
         if self.caveat:
             lines.append(f"NOT PROVEN: {self.caveat}")
+        lines += change_lines(epsilon, self.changes(delta) if self.changes else ())
         lines += [f"assumption, {assumption}" for assumption in self.assumptions]
-        lines += [f"not used: {name}: {reason}" for name, reason in self.alternatives]
-        now = text_up(self.epsilon(delta), 4)
-        for description, changed in self.changes(delta) if self.changes else ():
-            lines.append(f"one change: {description}: epsilon {now} -> {text_up(changed, 4)}")
+        if bounds:
+            lines += [f"not used: {name}: {reason}" for name, reason in self.alternatives]
         return "\n".join(lines)
 
     def statement(self, delta: float = 1e-5) -> str:
@@ -238,6 +239,12 @@ class Guarantee:
             f"<Guarantee: {mu}epsilon = {epsilon} at delta = {_DELTA:g}, "
             f"{self.relation}{caveat}; {self.theorem}>"
         )
+
+
+def change_lines(epsilon: float, changes: Iterable[tuple[str, float]]) -> list[str]:
+    """One line for each (description, epsilon) of a changed run, beside the epsilon of the run."""
+    now = text_up(epsilon, 4)
+    return [f"one change: {text}: epsilon {now} -> {text_up(value, 4)}" for text, value in changes]
 
 
 def cited(theorem: str, paper: Citation) -> str:

@@ -19,7 +19,6 @@ from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.guarantee import Assumption, Topic
-from hidden_state_accountants.runs.description import with_every_iterate
 from hidden_state_accountants.runs.run import (
     BlockCoordinateRun,
     DiceSgdRun,
@@ -27,6 +26,7 @@ from hidden_state_accountants.runs.run import (
     Run,
     Step,
 )
+from hidden_state_accountants.runs.statement import with_every_iterate
 
 Batches = Mapping[str, Any]
 """Fields of an event that say how its records are dealt, by name."""

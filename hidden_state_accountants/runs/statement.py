@@ -1,50 +1,41 @@
-"""What a person reads about a run: the statement, in two layouts."""
+"""What a person reads about a run: one statement, a line a fact."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import attrs
+import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
+from hidden_state_accountants.best_bound import best_guarantee
+from hidden_state_accountants.bounds.chen_liu_2025 import BlockCoordinate
+from hidden_state_accountants.bounds.composition import composition_of
+from hidden_state_accountants.events.batch_order import DealtEvent, rate_text
+from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
-from hidden_state_accountants.figures import fixed_up
+from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.figures import fixed_up, text_up
 from hidden_state_accountants.guarantee import Assumption, Guarantee, Status, group_guarantee
 from hidden_state_accountants.process.groups import run_of_groups
-from hidden_state_accountants.runs.description import (
-    Description,
-    describer_of,
-    with_every_iterate,
-)
+from hidden_state_accountants.process.noisy_process import process_of
 
-_MEANING = {
-    NeighboringRelation.ADD_OR_REMOVE_ONE: "one example is added or removed",
-    NeighboringRelation.REPLACE_ONE: "one example is replaced by another",
-    NeighboringRelation.REPLACE_SPECIAL: (
-        "one example is replaced by one with zero gradient, which is add-or-remove-one with the "
-        "number of examples fixed and public"
-    ),
-}
 _LABELS = {
     Status.CHECKED: "checked by the software",
     Status.DECLARED: "declared by you",
     Status.PUBLIC: "public",
 }
-_HEADINGS = {
-    Status.CHECKED: "Checked",
-    Status.DECLARED: "Declared by you",
-    Status.PUBLIC: "Public",
-}
 _ABOUT_SEVERAL = (
     "epsilon and theorem are those of all together, the other lines are about the last one"
 )
-_NO_USERS = (
-    "No user-level privacy guarantee is possible without a bound on the number of examples per "
-    "user."
-)
+_MOST_RELEASES = 6  # steps that are listed one by one
+
+Facts = Iterable[tuple[str, str]]
+"""Labels and texts of lines."""
 
 
 class Statement:
@@ -55,7 +46,7 @@ class Statement:
 
     Args:
         events: The runs, in order.
-        guarantee: Of all of them together.
+        guarantee: Guarantee of all of them together.
         assumptions: What has to be true; those of the guarantee, with what an adapter adds.
         delta: Where epsilon is read, in [0, 1].
         beside: What else was released of the same records, if `guarantee` is about it as well.
@@ -82,76 +73,36 @@ class Statement:
             raise ValueError("Expected the event of at least one run, got none.")
         self.events, self.guarantee, self.assumptions = events, guarantee, assumptions
         self.delta, self.beside, self.notes = validate.target_delta(delta), beside, notes
-        self._describe = [describer_of(event) for event in events][-1]
+        self._title, self._theory, self._facts = [description_of(event) for event in events][-1]
 
     def lines(self) -> str:
         """About a dozen lines "label: text" to paste, and the assumptions, one a line."""
-        guarantee, described = self.guarantee, self._description()
-        several = f" ({len(self.events)} runs)" if len(self.events) > 1 else ""
-        theory = f" ({described.theory})" if described.theory else ""
-        rows = [
-            ("neighboring relation", f"{guarantee.neighboring_relation.name}{self._of_groups}"),
-            ("theorem", f"{guarantee.theorem}{theory}"),
-        ]
-        if guarantee.caveat:
-            rows.append(("NOT PROVEN", guarantee.caveat))
-        if self._hides_iterates:
-            every = _number(self._epsilon_of_every_iterate(), 4)
-            rows.append(("epsilon if every iterate were released", every))
-        rows += described.facts
-        if several:
-            rows.append(("runs", f"{len(self.events)}; {_ABOUT_SEVERAL}"))
+        guarantee, several = self.guarantee, len(self.events) > 1
+        title = f"{self._title} ({len(self.events)} runs)" if several else self._title
         return "\n".join(
             [
-                f"{described.title}{several}",
+                title,
                 f"epsilon = {fixed_up(guarantee.epsilon(self.delta), 4)} at delta = {self.delta:g}",
-                *(f"{label}: {text}" for label, text in rows),
-                *self._items(_LABELS, "  - {}".format),
+                *(f"{label}: {text}" for label, text in self._rows()),
+                *self._assumptions(),
             ]
         )
 
-    def paragraphs(self) -> str:
-        """The shape of TensorFlow Privacy's compute_dp_sgd_privacy_statement."""
-        guarantee, described = self.guarantee, self._description()
-        relation = guarantee.neighboring_relation
-        figures = [_figure(described.released, guarantee.epsilon(self.delta))]
-        if self._hides_iterates:
-            every = self._epsilon_of_every_iterate()
-            figures.append(_figure("Epsilon if all checkpoints are released:", every))
-        if described.other_label:
-            other = None if guarantee.is_of_groups else described.other()
-            epsilon = None if other is None else other.epsilon(self.delta)
-            figures.append(_figure(described.other_label, epsilon))
-        level = "User-level" if guarantee.is_of_groups else "Example-level"
-        heading = (
-            f"{level} DP with {relation.name} adjacency ({_MEANING[relation]}{self._of_groups}) at "
-            f"delta = {self.delta}, computed by {guarantee.theorem}:"
-        )
-        parts = [_wrapped(described.run), _wrapped(described.protects)]
-        if len(self.events) > 1:
-            parts.append(_wrapped(f"{len(self.events)} runs: {_ABOUT_SEVERAL}."))
-        parts.append("\n".join([_wrapped(heading), *figures]))
+    def _rows(self) -> Facts:
+        guarantee = self.guarantee
+        yield "neighboring relation", guarantee.relation
+        yield "theorem", guarantee.theorem + (f" ({self._theory})" if self._theory else "")
+        if guarantee.curve.mu is not None:
+            yield "mu (Gaussian differential privacy)", text_up(guarantee.curve.mu, 6)
         if guarantee.caveat:
-            parts.append(_wrapped(f"NOT PROVEN: {guarantee.caveat}"))
-        parts += self._items(_HEADINGS, _item)
-        if not guarantee.is_of_groups:
-            parts.append(_wrapped(_NO_USERS))
-        if described.footnote:
-            parts.append(_wrapped(described.footnote))
-        return "\n\n".join(parts) + "\n"
-
-    def _description(self) -> Description:
-        relation = self.guarantee.neighboring_relation
-        return self._describe(self.events[-1], relation, self.delta, self.notes)
-
-    @property
-    def _hides_iterates(self) -> bool:
-        return not all(isinstance(event, DiceSgdDpEvent) for event in self.events)
-
-    @property
-    def _of_groups(self) -> str:
-        size = self.guarantee.group_size
-        return f", up to {size} of them" if size > 1 else ""
+            yield "NOT PROVEN", guarantee.caveat
+        if not all(isinstance(event, DiceSgdDpEvent) for event in self.events):
+            every = self._epsilon_of_every_iterate()
+            text = "not computed" if every is None else fixed_up(every, 4)
+            yield "epsilon if every iterate were released", text
+        yield from self._facts(self.events[-1], guarantee.neighboring_relation, **self.notes)
+        if len(self.events) > 1:
+            yield "runs", f"{len(self.events)}; {_ABOUT_SEVERAL}"
 
     def _epsilon_of_every_iterate(self) -> float | None:
         relation, size = self.guarantee.neighboring_relation, self.guarantee.group_size
@@ -159,32 +110,144 @@ class Statement:
         guarantees = [with_every_iterate(event, relation) for event in events]
         if self.beside is not None:
             guarantees.append(LastIterateAccountant(relation).compose(self.beside).guarantee)
-        known = [guarantee for guarantee in guarantees if guarantee is not None]
-        if len(known) < len(guarantees):
+        covered = [guarantee for guarantee in guarantees if guarantee is not None]
+        if len(covered) < len(guarantees):
             return None
-        return group_guarantee(compose_guarantees(known, relation), size).epsilon(self.delta)
+        return group_guarantee(compose_guarantees(covered, relation), size).epsilon(self.delta)
 
-    def _items(self, titles: Mapping[Status, str], item: Callable[[str], str]) -> list[str]:
-        """The assumptions by their status, one an item."""
-        found = []
-        for status, title in titles.items():
-            texts = [a.text for a in self.assumptions if a.status is status]
+    def _assumptions(self) -> Iterable[str]:
+        """The assumptions by their status, one a line."""
+        for status, label in _LABELS.items():
+            texts = [f"  - {a.text}" for a in self.assumptions if a.status is status]
             if texts:
-                found.append("\n".join([f"{title}:", *map(item, texts)]))
-        return found
+                yield "\n".join([f"{label}:", *texts])
 
 
-def _number(epsilon: float | None, decimals: int) -> str:
-    return "not computed" if epsilon is None else fixed_up(epsilon, decimals)
+def with_every_iterate(event: Any, relation: NeighboringRelation) -> Guarantee | None:
+    """The guarantee of the same run with every iterate released; None if none is known."""
+    if isinstance(event, DiceSgdDpEvent):  # they are
+        return best_guarantee(event, relation)
+    if isinstance(event, BlockCoordinateDpEvent):
+        # Composition of all updates, which asks for nothing about the loss.
+        event = attrs.evolve(event, block_loss=None, update_lipschitz=None)
+        return None if BlockCoordinate().check(event, relation) else best_guarantee(event, relation)
+    return composition_of(event, relation)
 
 
-def _figure(label: str, epsilon: float | None) -> str:
-    return f"    {label:<50} {_number(epsilon, 3):>14}"
+# By the kind of the run: its title, the page that proves the theorem, and its facts
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, width=80)
+def _range(values: Iterable[float]) -> str:
+    """The value that all have, or the smallest and the largest one."""
+    values = tuple(values)
+    low, high = f"{min(values):.6g}", f"{max(values):.6g}"
+    return low if low == high else f"{low} to {high}"
 
 
-def _item(text: str) -> str:
-    return textwrap.fill(text, width=80, initial_indent="  - ", subsequent_indent="    ")
+def _dealt(event: DealtEvent, each: int = 1) -> str:
+    """How the records are dealt, each of which is `each` examples."""
+    microbatches = f" in microbatches of {each}" if each > 1 else ""
+    return (
+        f"{event.num_steps} steps x {event.batch_size * each} of {event.dataset_size * each} "
+        f"records{microbatches}{rate_text(event.sampling_rate)}, {event.batch_order.value}"
+    )
+
+
+def _of_last_iterate(
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    update: str = "",
+    microbatch: int = 1,
+    **_: Any,
+) -> Facts:
+    steps = event.release_steps
+    released = f", and after steps {', '.join(map(str, steps[:_MOST_RELEASES]))}" if steps else ""
+    if len(steps) > _MOST_RELEASES:
+        released += f", ... ({len(steps)} in all)"
+    yield "released", f"the last iterate{released}"
+    epochs = event.num_steps / event.batches_per_epoch
+    yield "run", f"{_dealt(event, microbatch)} ({epochs:g} epochs)"
+    contraction, ratio = "any, every step counts (no loss is declared)", ""
+    process = process_of(event, relation)
+    if process is not None:
+        contraction = f"c = {_range(process.contraction)}"
+        acts = process.sensitivity > 0
+        if acts.any():
+            sizes = process.noise_std[acts] / process.sensitivity[acts]
+            ratio = f", noise/sensitivity {_range(sizes)}"
+    radius, prox = event.domain_diameter / 2, event.prox_strong_convexity
+    parts = [
+        f"{contraction}; learning rate {_range(event.per_step('learning_rate'))}",
+        f"weight decay {_range(event.per_step('weight_decay'))}",
+        *([f"prox of a {prox:g}-strongly convex regulariser"] if prox else []),
+        f"radius {radius:g}" if radius < math.inf else "no projection",
+    ]
+    yield "update", update or ", ".join(parts)
+    noise = f"multiplier {_range(event.per_step('noise_multiplier'))}"
+    if microbatch > 1 and not event.is_microbatched:
+        noise += " (half of the optimizer's: microbatches double the sensitivity)"
+    clip = "none" if event.clip_norm is None else _range(event.per_step("clip_norm"))
+    yield "noise", f"{noise}, clip norm {clip}{ratio}"
+
+
+def _of_dice_sgd(
+    event: DiceSgdDpEvent, relation: NeighboringRelation, update_rule: str = "any", **_: Any
+) -> Facts:
+    clip = "normalised to" if event.automatic else "clip norm"
+    bound = "none declared" if event.gradient_bound == math.inf else f"{event.gradient_bound:g}"
+    yield "run", f"{_dealt(event)}; update rule {update_rule}"
+    yield "noise on the mean update", f"standard deviation {event.noise_std:.6g}"
+    yield "gradients", f"{clip} {event.clip_norm:g}; bound before clipping: {bound}"
+    yield "error", f"{clip} {event.error_clip_norm:g}"
+
+
+def _of_block_coordinate(
+    event: BlockCoordinateDpEvent, relation: NeighboringRelation, **_: Any
+) -> Facts:
+    yield (
+        "run",
+        f"{event.num_epochs} epochs x {event.batches_per_epoch} fixed batches of "
+        f"{event.batch_size} records x {event.num_blocks} blocks, step size {event.step_size:g}",
+    )
+    variances = event.noise_variances().ravel()
+    if event.clip_norm is None or not event.step_size:
+        sensitivity = f"gradient sensitivity {event.sensitivity(relation):g}"
+        unit = f"variance {_range(variances)} for each unit of 2 x step size"
+        yield "noise", f"{unit}, {sensitivity}"
+    else:
+        # 2 eta o = (eta z C / b)^2: Chen & Liu 2025, (6), arXiv 2407.08233
+        unit_of_noise = event.clip_norm / event.batch_size
+        multipliers = np.sqrt(2 * variances / event.step_size) / unit_of_noise
+        gradients = "clipped to" if event.clipping_may_act else "never clipped,"
+        bound = event.sensitivity(NeighboringRelation.REPLACE_SPECIAL)
+        text = f"{_range(multipliers)} on sums of gradients {gradients} {bound:g}"
+        yield "noise multiplier", text
+    yield "prox", f"{event.prox_strong_convexity:g}-strongly convex"
+
+
+_DESCRIPTIONS: dict[type[DpEvent], tuple[str, str, Callable[..., Facts]]] = {
+    LastIterateDpEvent: ("Privacy of the released model", "", _of_last_iterate),
+    DiceSgdDpEvent: (
+        "Privacy of all iterates (the error of the feedback stays hidden)",
+        "docs/theory/dice_sgd.md",
+        _of_dice_sgd,
+    ),
+    BlockCoordinateDpEvent: (
+        "Privacy of the released blocks (last iterate only)",
+        "docs/theory/block_coordinate.md",
+        _of_block_coordinate,
+    ),
+}
+
+
+def description_of(event: DpEvent) -> tuple[str, str, Callable[..., Facts]]:
+    """The title, the page of the theory and the facts of the kind of run of an event.
+
+    Raises:
+        TypeError: It is no event of a run.
+    """
+    for event_type, description in _DESCRIPTIONS.items():
+        if isinstance(event, event_type):
+            return description
+    known = " or ".join(event_type.__name__ for event_type in _DESCRIPTIONS)
+    raise TypeError(f"Expected an event of {known}, got {type(event).__name__}.")

@@ -97,10 +97,10 @@ def test_report(make_blocks, relation):
     run.fit(epochs=2)
     text = " ".join(run.callback.report(DELTA).split())
     for part in (
-        "over 24 examples with 4 examples per iteration in cyclic order on 2 block(s)",
-        f"Example-level DP with {relation.name}",
-        fixed_up(exact(event(num_blocks=2), relation), 3),
-        "Checked: - batches of equal size in the fixed order of the data set",
+        "2 epochs x 6 fixed batches of 4 records x 2 blocks",
+        f"neighboring relation: {relation.name}",
+        fixed_up(exact(event(num_blocks=2), relation), 4),
+        "checked by the software: - batches of equal size in the fixed order of the data set",
         "the clip of each block as one vector",
         "each entry of the loss is about one example of the batch",
         "losses and metrics of the training data",

@@ -18,5 +18,5 @@ def test_the_code_of_the_guide_runs(capsys):
     program = re.sub(r"epochs=\d+", "epochs=2", program)
     exec(compile(program, PAGE.name, "exec"), {"__name__": "__main__"})
     shown = capsys.readouterr().out
-    reports = re.findall("Epsilon of the released model|Privacy of all iterates", shown)
+    reports = re.findall("Privacy of the released model|Privacy of all iterates", shown)
     assert len(reports) == 4

@@ -125,7 +125,7 @@ def test_row18_one_record_per_person_is_an_assumption(make_run):
     run.fit()
     declared = [a.text for a in run.callback.assumptions if a.status is Status.DECLARED]
     assert "one record per person, clipped as one unit" in declared
-    assert "No user-level privacy guarantee" in run.callback.report(1e-5)
+    assert "one record per person, clipped as one unit" in run.callback.report(1e-5)
 
 
 def test_row18_equal_examples_are_warned_about_once(make_run, caplog):

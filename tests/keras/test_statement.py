@@ -7,7 +7,7 @@ import attrs
 import dp_accounting
 import pytest
 from declared_lines import OF_EVERY_RUN
-from dp_accounting import NeighboringRelation, rdp
+from dp_accounting import NeighboringRelation
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import compute_last_iterate_privacy_statement
@@ -27,7 +27,7 @@ EVENT = hsa.LastIterateDpEvent(
 
 
 def figure(text, label):
-    return float(re.search(re.escape(label) + r"[^:]*:\s*([0-9.]+|inf)$", text, re.MULTILINE)[1])
+    return float(re.search(rf"^{re.escape(label)}[:=] ?([0-9.]+|inf)", text, re.MULTILINE)[1])
 
 
 @pytest.mark.parametrize(
@@ -36,43 +36,25 @@ def figure(text, label):
 def test_figures(relation):
     text = compute_last_iterate_privacy_statement(EVENT, DELTA, relation)
     last = hsa.LastIterateAccountant(relation).compose(EVENT).get_epsilon(DELTA)
-    assert figure(text, "released model (last iterate)") == pytest.approx(last, abs=1e-3)
+    assert figure(text, "epsilon ") == pytest.approx(last, abs=1e-4)
     sensitivity = 2.0 if relation is NeighboringRelation.REPLACE_ONE else 1.0
     every = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(2.0 / sensitivity), 200)
     exact = hsa.LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
-    assert figure(text, "if all checkpoints are released") == pytest.approx(
-        exact.compose(every).get_epsilon(DELTA), abs=1e-3
+    assert figure(text, "epsilon if every iterate were released") == pytest.approx(
+        exact.compose(every).get_epsilon(DELTA), abs=1e-4
     )
-    poisson = rdp.RdpAccountant()
-    poisson.compose(
-        dp_accounting.PoissonSampledDpEvent(0.01, dp_accounting.GaussianDpEvent(2.0)), 20_000
-    )
-    other = figure(text, "ANOTHER algorithm, Poisson batches (*)")
-    assert 0.8 * poisson.get_epsilon(DELTA) < other <= poisson.get_epsilon(DELTA)
     assert relation.name in text
-    assert "Not this run" in text
 
 
-def test_what_is_protected_and_assumed():
+def test_what_is_released_and_assumed():
     text = compute_last_iterate_privacy_statement(EVENT, DELTA)
-    flat = " ".join(text.split())
-    assert "protects the release of the final model. It does not protect" in flat
-    assert "LossGeometry.convex(smoothness=0.5)" in flat
-    assert "Declared by you:" in text
-    assert all(line in flat for line in OF_EVERY_RUN)
-    assert max(map(len, text.splitlines())) <= 80
+    assert "released: the last iterate\n" in text
+    assert "LossGeometry.convex(smoothness=0.5)" in text
+    assert "declared by you:" in text
+    assert all(line in text for line in OF_EVERY_RUN)
     released = attrs.evolve(EVENT, release_steps=(100, 200))
-    text = " ".join(compute_last_iterate_privacy_statement(released, DELTA).split())
-    assert "and of the models after iterations 100, 200" in text
-
-
-def test_runs_without_some_figures():
-    scheduled = attrs.evolve(EVENT, noise_multiplier=[2.0] * 10_000 + [3.0] * 10_000)
-    assert "not computed" in compute_last_iterate_privacy_statement(scheduled, DELTA)
-    sampled = attrs.evolve(EVENT, batch_order="poisson", num_steps=10)
-    assert "ANOTHER" not in compute_last_iterate_privacy_statement(sampled, DELTA)
-    silent = attrs.evolve(EVENT, noise_multiplier=0.0)
-    assert "inf" in compute_last_iterate_privacy_statement(silent, DELTA)
+    text = compute_last_iterate_privacy_statement(released, DELTA)
+    assert "the last iterate, and after steps 100, 200" in text
 
 
 @pytest.mark.parametrize(
@@ -90,7 +72,7 @@ def test_refused(arguments, kind):
         compute_last_iterate_privacy_statement(*arguments)
 
 
-# In the shape of TensorFlow Privacy's statement, for every kind of run
+# For every kind of run
 
 
 SHORT = attrs.evolve(EVENT, dataset_size=5000, num_steps=20)
@@ -118,39 +100,6 @@ def in_order(order):
     if order is hsa.BatchOrder.FULL:
         return attrs.evolve(SHORT, batch_order=order, batch_size=5000)
     return attrs.evolve(SHORT, batch_order=order)
-
-
-# Paragraph by paragraph, of ours and of TensorFlow Privacy's.
-SHAPE = [
-    r"[^\n]* performed over \d+ examples with \d+ examples per iteration.*noise.*"
-    r"\(?[\d.]+ epochs\)? without microbatching",
-    r"This privacy guarantee protects the release of .*",
-    r"Example-level DP with .* adjacency .*at delta = 1e-05,? computed .*:"
-    r"( {4}Epsilon [^:]*: +([\d.]+|inf|not computed))+",
-    r"No user-level privacy guarantee is possible without a bound on the number of examples per "
-    r"user\.",
-]
-
-
-def paragraphs(text):
-    return [part.replace("\n    ", "    ").replace("\n", " ") for part in text.split("\n\n")]
-
-
-def has_shape(text):
-    left = paragraphs(text)
-    for pattern in SHAPE:
-        while left and not re.match(pattern, left[0]):
-            left.pop(0)  # ours lists assumptions in between
-        if not left:
-            return False
-    return True
-
-
-def test_the_shape_is_that_of_tf_privacy():
-    privacy = pytest.importorskip("tensorflow_privacy")
-    theirs = privacy.compute_dp_sgd_privacy_statement(5000, 500, 2, 2.0, DELTA, False)
-    assert has_shape(theirs)
-    assert not has_shape(theirs.replace("protects", "covers"))
 
 
 def test_the_figures_beside_those_of_tf_privacy_on_the_page():
@@ -196,33 +145,11 @@ def test_the_figures_beside_those_of_tf_privacy_on_the_page():
 )
 def test_every_kind_of_run(event, relation):
     text = compute_last_iterate_privacy_statement(event, DELTA, relation)
-    assert has_shape(text), text
     assert relation.name in text
     exact = hsa.LastIterateAccountant(relation).compose(event).get_epsilon(DELTA)
-    label = "all released models" if event is DICE else "released model (last iterate)"
-    assert figure(text, label) == pytest.approx(exact, abs=1e-3)
-    order = getattr(event, "batch_order", hsa.BatchOrder.CYCLIC)
-    assert f"in {order.value} order" in " ".join(text.split())
-    fixed = order not in (hsa.BatchOrder.POISSON, hsa.BatchOrder.FULL)
-    assert ("ANOTHER algorithm, Poisson" in text) is (fixed and event not in (DICE, BLOCKS))
-
-
-def test_dice_is_compared_with_dp_sgd_at_the_same_noise():
-    text = compute_last_iterate_privacy_statement(DICE, DELTA)
-    # noise multiplier 0.02 * 100 / 1, two passes
-    every = dp_accounting.SelfComposedDpEvent(dp_accounting.GaussianDpEvent(2.0), 2)
-    exact = hsa.LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE).compose(every)
-    assert figure(text, "ANOTHER algorithm, DP-SGD (*)") == pytest.approx(
-        exact.get_epsilon(DELTA), abs=1e-3
-    )
-    flat = " ".join(text.split())
-    assert "noise multiplier 2, gradients clip norm 1, error clip norm 0.5, for 50" in flat
-    assert "all model checkpoints in addition to the final model" in flat
-    assert "It does not protect the error of the feedback" in flat
-    normalised = attrs.evolve(DICE, automatic=True)
-    assert "gradients normalised to 1, error normalised to 0.5" in " ".join(
-        compute_last_iterate_privacy_statement(normalised, DELTA).split()
-    )
+    assert figure(text, "epsilon ") == pytest.approx(exact, abs=1e-4)
+    if event is not BLOCKS:
+        assert f"records, {event.batch_order.value}" in text
 
 
 @pytest.mark.parametrize("event", [in_order(hsa.BatchOrder.WITHOUT_REPLACEMENT), BLOCKS])

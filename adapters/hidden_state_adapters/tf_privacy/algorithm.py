@@ -514,10 +514,8 @@ class Algorithm:
 
     def told(self, statement: Statement) -> str:
         """Returns the statement of a run; of another rule than plain SGD it says which."""
-        if not self.described.hides_iterates:
-            return statement.lines()
-        text = statement.paragraphs()
-        if self.update.is_plain_sgd:
+        text = statement.lines()
+        if not self.described.hides_iterates or self.update.is_plain_sgd:
             return text
         return (
             f"Update rule: {self.update.name} along the noisy gradients. No bound on hidden "

@@ -1,4 +1,4 @@
-"""The privacy statement of a run, in the shape of TensorFlow Privacy's."""
+"""The privacy statement of a run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
-from hidden_state_accountants.runs.description import describer_of
-from hidden_state_accountants.runs.statement import Statement
+from hidden_state_accountants.runs.statement import Statement, description_of
 
 
 def compute_last_iterate_privacy_statement(
@@ -23,12 +22,8 @@ def compute_last_iterate_privacy_statement(
 ) -> str:
     """Returns what is protected, under which relation and assumptions, and the epsilons, as text.
 
-    The text has the shape of TensorFlow Privacy's compute_dp_sgd_privacy_statement.
-
-    Formal guarantees: those of `LastIterateAccountant` for the event. Besides the epsilon of what
-    is released the text gives that of the release of every iterate (ordinary composition), and
-    that of another algorithm at the same noise (Poisson sampling), labelled as such. For DiceSGD,
-    which releases every iterate, the other algorithm is DP-SGD.
+    Formal guarantees: those of `LastIterateAccountant` for the event. Beside the epsilon of what
+    is released the text gives that of the release of every iterate (ordinary composition).
 
     Args:
         event: The run, declared or recorded by an optimizer, a callback or a model.
@@ -40,11 +35,11 @@ def compute_last_iterate_privacy_statement(
         TypeError, ValueError: An argument has an impossible value.
     """
     try:
-        describer_of(event)
+        description_of(event)
     except TypeError as error:
         text = f"{error} For a standard event use TensorFlow Privacy's statement."
         raise TypeError(text) from error
     accountant = LastIterateAccountant(validate.neighboring_relation(neighboring_relation))
     guarantee = accountant.compose(event).guarantee
     assumptions = (*OF_EVERY_RUN, *guarantee.assumptions)
-    return Statement([event], guarantee, assumptions, delta).paragraphs()
+    return Statement([event], guarantee, assumptions, delta).lines()
