@@ -11,23 +11,39 @@ Declare the run as one `LastIterateDpEvent`, compose it into an accountant, read
     1.9930
 """
 
-import ast
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
 
-
-def _modules() -> dict[str, str]:
-    """The module of every public name, from the stub that type checkers read (SPEC 1)."""
-    with open(__file__.rpartition(".")[0] + ".pyi", encoding="utf-8") as stub:
-        imports = [node for node in ast.parse(stub.read()).body if isinstance(node, ast.ImportFrom)]
-    return {alias.name: str(node.module) for node in imports for alias in node.names}
-
-
-# A name is imported when it is first used: SciPy and dp-accounting take a second to import, and
-# `hsa --help` needs neither.
-_MODULES = _modules()
+# A name is imported when it is first used (SPEC 1): SciPy and dp-accounting take a second to
+# import, and `hsa --help` needs neither. Type checkers read the same names in `__init__.pyi`.
+_NAMES = {
+    "accountants": "BlockCoordinateAccountant ChienLiAccountant DiceSgdAccountant "
+    "KongRiberoAccountant LangevinAccountant LastIterateAccountant ShiftedInterpolationAccountant "
+    "compose_guarantees",
+    "auditing.audit": "AuditReport audit",
+    "bounds": "BOUNDS Bound shifted_gdp_mu",
+    "calibration": "calibrate_epochs calibrate_noise",
+    "comparing": "Comparison compare position_profile",
+    "errors": "UnsupportedRunError",
+    "events.batch_order": "BatchOrder",
+    "events.block_coordinate": "BlockCoordinateDpEvent",
+    "events.dice_sgd": "DiceSgdDpEvent",
+    "events.last_iterate": "LastIterateDpEvent",
+    "events.loss_geometry": "LossGeometry LossKind",
+    "events.schedule": "Schedule",
+    "guarantee": "Assumption Guarantee",
+    "ledger": "Budget BudgetExceededError budget",
+    "losses.envelope": "envelope_smoothing",
+    "process.noisy_process": "clipped_update_lipschitz",
+    "recommendation": "Candidate Recommendation recommend",
+    "regulariser": "Regulariser",
+    "runs.run": "RunRecorder",
+}
+_MODULES = {
+    name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names.split()
+}
 
 __all__ = sorted(_MODULES)
 

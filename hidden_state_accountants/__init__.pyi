@@ -1,4 +1,4 @@
-"""The public names, once: for type checkers, and for `__init__.py`, which imports them lazily."""
+"""The public names for type checkers; `__init__.py` imports the same ones lazily."""
 
 from hidden_state_accountants.accountants import (
     BlockCoordinateAccountant as BlockCoordinateAccountant,

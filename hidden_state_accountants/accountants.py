@@ -211,7 +211,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
     def guarantee(self) -> Guarantee:
         """The guarantee of everything composed, with theorem and assumptions."""
         found = group_guarantee(self._composed.guarantee(), self.group_size)
-        return attrs.evolve(found, curve=self._composed.curve_of_groups)
+        return attrs.evolve(found, curve=self._composed.curve_of_groups, event=self.ledger)
 
 
 def _leaves(

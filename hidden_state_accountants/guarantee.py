@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+import html
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib import metadata
+from typing import Any
 
 import attrs
 import dp_accounting
@@ -16,6 +20,7 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.citation import Citation
 from hidden_state_accountants.curves import transformed
 from hidden_state_accountants.curves.base import Curve, known_of
+from hidden_state_accountants.events.plain_types import finite, plain
 from hidden_state_accountants.figures import text_up
 
 _DELTA = 1e-5  # where epsilon is read in one line
@@ -114,6 +119,7 @@ class Guarantee:
         changes: Maps a delta to (description, epsilon) of the run with one thing changed, the
             most helpful first; None if the guarantee is not that of a single run.
         group_size: In how many records two data sets may differ.
+        event: What it is about: one run, or all that was composed; None if nobody told.
     """
 
     curve: Curve
@@ -125,6 +131,7 @@ class Guarantee:
     citations: tuple[Citation, ...] = ()
     changes: Changes | None = attrs.field(default=None, eq=False, repr=False)
     group_size: int = 1
+    event: dp_accounting.DpEvent | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
     def is_of_groups(self) -> bool:
@@ -227,9 +234,76 @@ class Guarantee:
             f"It is computed by hidden-state-accountants from: {self.theorem}.",
         ]
         for status, words in _VOUCHED.items():
-            texts = [a.text for a in self.assumptions if a.status is status]
-            sentences.append(f"{words}: {'; '.join(texts)}." if texts else "")
+            texts = "; ".join(self._texts(status))
+            sentences.append(f"{words}: {texts}." if texts else "")
         return "\n".join(filter(None, sentences))
+
+    def to_dict(self, delta: float = 1e-5) -> dict[str, Any]:
+        """Returns what is claimed as plain types: figures, assumptions, event and versions.
+
+        An event of this package is read back by its `from_dict`.
+
+        Args:
+            delta: Where epsilon is read.
+        """
+        return {
+            "epsilon": self.epsilon(delta),
+            "delta": delta,
+            "mu": self.curve.mu,
+            "neighboring_relation": self.neighboring_relation.name,
+            "group_size": self.group_size,
+            "theorem": self.theorem,
+            "is_proven": not self.caveat,
+            "caveat": self.caveat,
+            "citations": [str(citation) for citation in self.citations],
+            "assumptions": {status.value: list(self._texts(status)) for status in Status},
+            "event": None if self.event is None else plain(self.event),
+            "versions": {
+                "hidden_state_accountants": _version(),
+                "dp_accounting": metadata.version("dp-accounting"),
+            },
+        }
+
+    def to_json(self, delta: float = 1e-5) -> str:
+        """Returns `to_dict` as standard JSON; infinity is the text inf."""
+        return json.dumps(finite(self.to_dict(delta)), indent=2, allow_nan=False)
+
+    def to_markdown(self, delta: float = 1e-5) -> str:
+        """Returns a block for a model card.
+
+        Args:
+            delta: Where epsilon is read.
+        """
+        lines = ["## Privacy", "", "| | |", "|---|---|"]
+        lines += [f"| {label} | {_cell(text)} |" for label, text in self._rows(delta)]
+        for status, words in _VOUCHED.items():
+            texts = [f"- {text}" for text in self._texts(status)]
+            lines += ["", f"**{words}**", "", *texts] if texts else []
+        return "\n".join(lines) + "\n"
+
+    def _repr_html_(self) -> str:
+        rows = [f"<tr><th>{k}</th><td>{html.escape(v)}</td></tr>" for k, v in self._rows(_DELTA)]
+        parts = ["<table>", *rows, "</table>"]
+        for status, words in _VOUCHED.items():
+            texts = [f"<li>{html.escape(text)}</li>" for text in self._texts(status)]
+            parts += [f"<p>{words}</p><ul>", *texts, "</ul>"] if texts else []
+        return "\n".join(parts)
+
+    def _rows(self, delta: float) -> Iterator[tuple[str, str]]:
+        yield "epsilon", f"{text_up(self.epsilon(delta), 4)} at delta = {delta:g}"
+        if self.curve.mu is not None:
+            yield "mu (Gaussian differential privacy)", text_up(self.curve.mu, 4)
+        words = _NEIGHBOURS[self.neighboring_relation.name]
+        yield "neighbouring data sets", f"those {words} ({self.relation})"
+        if self.caveat:
+            yield "NOT PROVEN", self.caveat
+        yield "theorem", self.theorem
+        if self.event is not None:
+            yield "what ran", repr(self.event)
+        yield "computed by", f"hidden-state-accountants {_version()}"
+
+    def _texts(self, status: Status) -> Iterator[str]:
+        return (a.text for a in self.assumptions if a.status is status)
 
     def __repr__(self) -> str:
         mu = "" if self.mu is None else f"mu = {text_up(self.mu, 4)}, "
@@ -239,6 +313,16 @@ class Guarantee:
             f"<Guarantee: {mu}epsilon = {epsilon} at delta = {_DELTA:g}, "
             f"{self.relation}{caveat}; {self.theorem}>"
         )
+
+
+def _version() -> str:
+    from hidden_state_accountants import __version__  # which imports this module
+
+    return __version__
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def change_lines(epsilon: float, changes: Iterable[tuple[str, float]]) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json as json_module
-import math
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from rich.progress import Progress as BarOfRich
 from rich.table import Table
 from rich.text import Text
 
+from hidden_state_accountants.events.plain_types import finite
 from hidden_state_accountants.figures import large_delta, text_up
 
 if TYPE_CHECKING:  # the help needs nothing of this
@@ -77,17 +77,7 @@ def bar(console: Console) -> Iterator[Progress]:
 
 def json(value: Any) -> None:
     """Standard JSON: what is not a finite number is a text."""
-    typer.echo(json_module.dumps(_finite(value), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): _finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return value
+    typer.echo(json_module.dumps(finite(value), indent=2, allow_nan=False))
 
 
 def guarantee(

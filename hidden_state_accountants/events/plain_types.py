@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -36,7 +37,7 @@ class PlainEvent(dp_accounting.DpEvent):
         for field in attrs.fields(type(self)):
             value = getattr(self, field.name)
             if field.default is attrs.NOTHING or value != field.default:
-                result[field.name] = "none" if value is None else _plain(value)
+                result[field.name] = "none" if value is None else plain(value)
         return result
 
     @classmethod
@@ -77,17 +78,29 @@ class PlainEvent(dp_accounting.DpEvent):
         return f"{type(self).__name__}({', '.join(arguments)})"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Returns an event, of this package or of dp-accounting, or a part of one as plain types."""
+    if isinstance(value, PlainEvent):
+        return value.to_dict()
     if isinstance(value, enum.Enum):
         return value.value
-    if isinstance(value, tuple):
-        return [_plain(part) for part in value]
+    if isinstance(value, tuple | list):
+        return [plain(part) for part in value]
     if attrs.has(type(value)):
-        return {
-            field.name: _plain(part)
-            for field in attrs.fields(type(value))
-            if (part := getattr(value, field.name)) is not None
-        }
+        kind = {"type": type(value).__name__} if isinstance(value, dp_accounting.DpEvent) else {}
+        parts = ((field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
+        return kind | {name: plain(part) for name, part in parts if part is not None}
+    return value
+
+
+def finite(value: Any) -> Any:
+    """Returns plain types with a text in place of every number that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
     return value
 
 

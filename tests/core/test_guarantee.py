@@ -1,9 +1,12 @@
 """What a guarantee says about itself."""
 
 import copy
+import html
+import json
 import pickle
 
 import attrs
+import dp_accounting
 import pytest
 from dp_accounting import NeighboringRelation
 from runs import cyclic_run, full_run, probe_run
@@ -52,6 +55,51 @@ class TestExplain:
         run = guarantee(cyclic_run())
         for copied in (copy.deepcopy(run), pickle.loads(pickle.dumps(run))):
             assert copied.explain() == run.explain()
+
+
+class TestForms:
+    def test_json_is_read_back_with_the_event(self):
+        event = cyclic_run(learning_rate=[0.5] * 12 + [0.1] * 12)
+        found = guarantee(event)
+        data = json.loads(found.to_json(1e-6))
+        assert data["epsilon"] == found.epsilon(1e-6)
+        assert (data["delta"], data["mu"]) == (1e-6, found.mu)
+        assert data["neighboring_relation"] == "REPLACE_SPECIAL"
+        assert data["theorem"] == found.theorem
+        assert data["is_proven"]
+        assert data["assumptions"]["declared"] == [
+            a.text for a in found.assumptions if a.status.value == "declared"
+        ]
+        assert hsa.LastIterateDpEvent.from_dict(data["event"]) == event
+        assert data["versions"]["hidden_state_accountants"] == hsa.__version__
+
+    def test_compositions_and_infinity(self):
+        accountant = hsa.LastIterateAccountant().compose(cyclic_run(noise_multiplier=0.0), 2)
+        accountant.compose(dp_accounting.LaplaceDpEvent(3.0))
+        data = json.loads(accountant.guarantee.to_json())
+        assert data["epsilon"] == "inf"
+        twice, laplace = data["event"]["events"]
+        assert (twice["type"], twice["count"]) == ("SelfComposedDpEvent", 2)
+        assert hsa.LastIterateDpEvent.from_dict(twice["event"]).noise_multiplier == 0
+        assert laplace == {"type": "LaplaceDpEvent", "noise_multiplier": 3.0}
+
+    def test_a_guarantee_that_nobody_told_its_event(self):
+        claimed = hsa.Guarantee(hsa.curves.GaussianCurve(1.0), "REPLACE_ONE", "a claim")
+        assert claimed.to_dict()["event"] is None
+        assert "what ran" not in claimed.to_markdown()
+
+    def test_model_card_and_notebook(self):
+        claimed = attrs.evolve(guarantee(cyclic_run()), caveat="c < 1 | d")
+        card, shown = claimed.to_markdown(1e-6), claimed._repr_html_()
+        assert f"| epsilon | {text_up(claimed.epsilon(1e-6), 4)} at delta = 1e-06 |" in card
+        assert "| NOT PROVEN | c < 1 \\| d |" in card
+        assert "<td>c &lt; 1 | d</td>" in shown
+        for text in (claimed.theorem, "REPLACE_SPECIAL", "LastIterateDpEvent(", hsa.__version__):
+            assert text in card
+            assert html.escape(text) in shown
+        for assumption in claimed.assumptions:
+            assert f"- {assumption.text}\n" in card
+            assert f"<li>{html.escape(assumption.text)}</li>" in shown
 
 
 def test_what_holds_for_all_iterates_rests_on_hidden_ones_at_no_delta():

@@ -1,5 +1,6 @@
 """What is installed, and what importing it costs."""
 
+import ast
 import importlib
 import importlib.util
 import json
@@ -67,6 +68,12 @@ def test_import_of_the_package_imports_nothing_yet(tmp_path):
         "print(sorted({'absl', 'dp_accounting', 'numpy', 'scipy'} & before))"
     )
     assert run(sys.executable, "-c", code, cwd=tmp_path).splitlines()[-1] == "[]"
+
+
+def test_type_checkers_read_the_same_names():
+    stub = pathlib.Path(hsa.__file__).with_suffix(".pyi").read_text("utf-8")
+    imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
+    assert hsa._MODULES == {a.name: node.module for node in imports for a in node.names}
 
 
 def test_a_name_that_is_not_there():
