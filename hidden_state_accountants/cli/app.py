@@ -12,8 +12,7 @@ import attrs
 import typer
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.cli import fields, output
-from hidden_state_accountants.cli.fields import completed_by, with_run
+from hidden_state_accountants.cli import output
 from hidden_state_accountants.figures import large_delta, round_up
 
 if TYPE_CHECKING:  # the help needs nothing of this
@@ -33,9 +32,26 @@ app = typer.Typer(
     rich_markup_mode="markdown",
 )
 
-Run = Callable[..., "RunDescription"]
-_BOUNDS, _RELATIONS = ", ".join(fields.BOUNDS), ", ".join(fields.RELATIONS)
-_RECOMMENDED = ", ".join(fields.RECOMMENDED_LOSSES)
+_ANY_FIELD = {"ignore_unknown_options": True}  # they are fields of the event, read there
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[FILE] [--FIELD VALUE]...",
+        help="A file (hsa init), - for the standard input, or a checkpoint that an engine of "
+        "Opacus saved; and any field of the run, its loss (--loss, and its parameters) and "
+        "--epochs as flags. hsa init - lists them all.",
+        show_default=False,
+    ),
+]
+Delta = Annotated[
+    float | None, typer.Option("--delta", "-d", help="Default 1e-5.", show_default=False)
+]
+Relation = Annotated[
+    str | None,
+    typer.Option(
+        help="add_or_remove_one, replace_one or replace_special, the default.", show_default=False
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; infinity is the text inf.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
 Plot = Annotated[
@@ -45,8 +61,7 @@ _LAST_ITERATE = "last_iterate"
 Accountant = Annotated[
     str,
     typer.Option(
-        help=f"last_iterate (the smallest proven bound), or one of: {_BOUNDS}.",
-        autocompletion=completed_by((_LAST_ITERATE, *fields.BOUNDS)),
+        help="last_iterate (the smallest proven bound), or a bound that hsa compare names.",
     ),
 ]
 
@@ -103,18 +118,22 @@ def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
         ValueError: There is none of that name, or it does not cover the run. One line says why, not
             the reasons of all bounds: those of the one that is nearest.
     """
+    import dp_accounting
+
     from hidden_state_accountants import best_bound, validate
     from hidden_state_accountants.accountants import BoundAccountant
 
-    name, known = accountant.replace("-", "_"), (_LAST_ITERATE, *fields.BOUNDS)
-    if name not in known:
+    name = accountant.replace("-", "_")
+    names = [_LAST_ITERATE, *(bound.name for bound in hsa.BOUNDS)]
+    if name not in names:
         raise ValueError(
-            f"Expected --accountant to be {_LAST_ITERATE}, {_BOUNDS}, got {name!r}."
-            f"{validate.did_you_mean(name, known)}"
+            f"Expected --accountant to be one of {', '.join(names)}, got {name!r}."
+            f"{validate.did_you_mean(name, names)}"
         )
     event, relation = found.event, found.neighboring_relation
     if name == _LAST_ITERATE:
-        best_bound.check_covered(event, relation)
+        if not isinstance(event, dp_accounting.ComposedDpEvent):  # of a checkpoint
+            best_bound.check_covered(event, relation)
         return lambda: hsa.LastIterateAccountant(relation)
     bound = next(bound for bound in hsa.BOUNDS if bound.name == name)
     if not isinstance(event, bound.event_type):
@@ -127,6 +146,12 @@ def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
     return lambda: BoundAccountant(relation, bound)
 
 
+def _read(*arguments: Any, **options: Any) -> RunDescription:
+    from hidden_state_accountants.cli import run_file  # which the help does not need
+
+    return run_file.read(*arguments, **options)
+
+
 def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee:
     make = _maker(found, accountant)
     with warnings.catch_warnings():
@@ -135,10 +160,11 @@ def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee
         return make().compose(found.event).guarantee  # type: ignore[no-any-return]
 
 
-@app.command()
-@with_run
+@app.command(context_settings=_ANY_FIELD)
 def epsilon(
-    run: Run,
+    run: Words = None,
+    delta: Delta = None,
+    relation: Relation = None,
     accountant: Accountant = _LAST_ITERATE,
     json: Json = False,
     quiet: Quiet = False,
@@ -147,19 +173,19 @@ def epsilon(
 
     Example: `hsa epsilon --noise-multiplier 2 --learning-rate 0.5 --clip-norm 1 --batch-size 500
     --dataset-size 50000 --epochs 200 --batch-order cyclic --loss softmax_cross_entropy
-    --feature-norm 1 --weight-decay 0.1 --delta 1e-5`
+    --feature-norm 1 --weight-decay 0.1 --delta 1e-5`, `hsa epsilon checkpoint.pt`
     """
-    found = run()
+    found = _read(run or (), delta=delta, relation=relation)
     guarantee = _guarantee(found, accountant, quiet)
     value = guarantee.epsilon(found.delta)
     output.guarantee(found, guarantee, {"epsilon": value, "delta": found.delta}, json)
 
 
-@app.command()
-@with_run
+@app.command(context_settings=_ANY_FIELD)
 def delta(
-    run: Run,
     epsilon: Annotated[float, typer.Option(help="The epsilon that it is for.")],
+    run: Words = None,
+    relation: Relation = None,
     accountant: Accountant = _LAST_ITERATE,
     json: Json = False,
     quiet: Quiet = False,
@@ -168,24 +194,19 @@ def delta(
 
     Example: `hsa delta run.toml --epsilon 2`
     """
-    found = run()
+    found = _read(run or (), relation=relation)
     guarantee = _guarantee(found, accountant, quiet)
     value = guarantee.delta(epsilon)
     output.guarantee(found, guarantee, {"delta": value, "epsilon": epsilon}, json)
 
 
-@app.command()
-@with_run
+@app.command(context_settings=_ANY_FIELD)
 def calibrate(
-    run: Run,
     target_epsilon: Annotated[float, typer.Option("--target-epsilon", "-e", help="To meet.")],
-    parameter: Annotated[
-        str,
-        typer.Option(
-            help="What to change: noise or epochs.",
-            autocompletion=completed_by(("noise", "epochs")),
-        ),
-    ] = "noise",
+    run: Words = None,
+    delta: Delta = None,
+    relation: Relation = None,
+    parameter: Annotated[str, typer.Option(help="What to change: noise or epochs.")] = "noise",
     accountant: Accountant = _LAST_ITERATE,
     json: Json = False,
     quiet: Quiet = False,
@@ -209,7 +230,7 @@ def calibrate(
             f"Expected --parameter to be noise or epochs, got {parameter!r}."
             f"{validate.did_you_mean(kind, defaults)}"
         )
-    found = run(defaults=defaults[kind])
+    found = _read(run or (), delta=delta, relation=relation, defaults=defaults[kind])
     event: Any = found.event
     search: Any = getattr(hsa, f"calibrate_{kind}")
     options: dict[str, Any] = {"max_epochs": _MOST_EPOCHS} if kind == "epochs" else {}
@@ -238,13 +259,10 @@ def calibrate(
     output.guarantee(found, guarantee, figures, json)
 
 
-@app.command()
-@with_run
+@app.command(context_settings=_ANY_FIELD)
 def compare(
-    run: Run,
-    files: Annotated[
-        list[Path] | None, typer.Argument(help="TOML files, one for each run.", show_default=False)
-    ] = None,
+    run: Words = None,
+    relation: Relation = None,
     delta: Annotated[
         list[float] | None,
         typer.Option("--delta", "-d", help="One or several; default 1e-5.", show_default=False),
@@ -259,20 +277,26 @@ def compare(
     `hsa compare a.toml b.toml -d 1e-5 -d 1e-6`,
     `hsa compare run.toml --noise-multiplier 4`
     """
-    runs = {str(path): run(file=path) for path in files or ()} or {"run": run()}
+    from hidden_state_accountants.cli import run_file
+
+    files, _ = run_file.split(run or ())
+    flags = [word for word in run or () if word not in files]
+    runs = {
+        file or "run": _read([*([file] if file else []), *flags], relation=relation)
+        for file in files or [""]
+    }
     relations = {found.neighboring_relation for found in runs.values()}
     if len(relations) > 1:
         raise ValueError(
             f"Expected one neighboring relation, got {len(relations)} in the files. Choose one "
             "with --relation."
         )
-    relation = relations.pop()
     if plot is not None:  # before anything is computed
         hsa.plotting.check_path(plot)
     deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
     events = {label: found.event for label, found in runs.items()}
     with output.progress(quiet) as tell:
-        table = hsa.compare(events, deltas, relation, progress=tell)
+        table = hsa.compare(events, deltas, relations.pop(), progress=tell)
         if plot is not None:
             table.plot(plot, progress=tell)
     if json:
@@ -281,14 +305,19 @@ def compare(
         output.comparison(table)
 
 
-@app.command()
-@with_run
-def gain(run: Run, json: Json = False, quiet: Quiet = False) -> None:
+@app.command(context_settings=_ANY_FIELD)
+def gain(
+    run: Words = None,
+    delta: Delta = None,
+    relation: Relation = None,
+    json: Json = False,
+    quiet: Quiet = False,
+) -> None:
     """Would my script gain, before I convert it? By how much, and what would help most?
 
     Example: `hsa gain run.toml`
     """
-    found = run()
+    found = _read(run or (), delta=delta, relation=relation)
     with output.progress(quiet) as tell:
         tell("gain: epsilons, the noise at equal epsilon, single changes of the run")
         said = hsa.would_gain(found.event, found.delta, found.neighboring_relation)
@@ -298,10 +327,11 @@ def gain(run: Run, json: Json = False, quiet: Quiet = False) -> None:
         typer.echo(str(said))
 
 
-@app.command()
-@with_run
+@app.command(context_settings=_ANY_FIELD)
 def audit(
-    run: Run,
+    run: Words = None,
+    delta: Delta = None,
+    relation: Relation = None,
     claim_epsilon: Annotated[
         float | None,
         typer.Option(
@@ -316,7 +346,7 @@ def audit(
 
     Examples: `hsa audit run.toml`, `hsa audit run.toml --claim-epsilon 0.5 --delta 1e-5`
     """
-    found = run()
+    found = _read(run or (), delta=delta, relation=relation)
     claim: Any = (claim_epsilon, found.delta)
     if claim_epsilon is None:
         claim = _guarantee(found, accountant, quiet)
@@ -336,20 +366,27 @@ def audit(
         raise typer.Exit(1)
 
 
-@app.command()
-@with_run
+@app.command(context_settings=_ANY_FIELD)
 def explain(
-    run: Run, accountant: Accountant = _LAST_ITERATE, json: Json = False, quiet: Quiet = False
+    run: Words = None,
+    delta: Delta = None,
+    relation: Relation = None,
+    bounds: Annotated[
+        bool, typer.Option("--bounds", help="Name the bounds that were not used, and why.")
+    ] = False,
+    accountant: Accountant = _LAST_ITERATE,
+    json: Json = False,
+    quiet: Quiet = False,
 ) -> None:
-    """Which theorem, which assumptions, which bounds do not apply, and what would help?
+    """Which theorem, which assumptions, and what would help?
 
     Example: `hsa explain run.toml`
     """
-    found = run()
+    found = _read(run or (), delta=delta, relation=relation)
     guarantee = _guarantee(found, accountant, quiet)
     with output.progress(quiet) as tell:
         tell("explain: single changes of the run")
-        text = guarantee.explain(found.delta)
+        text = guarantee.explain(found.delta, bounds=bounds)
     if not json:
         typer.echo(f"run: {found.event!r}\n{text}")
         return
@@ -357,14 +394,15 @@ def explain(
     output.guarantee(found, guarantee, {**figures, "explanation": text.splitlines()}, json)
 
 
-@app.command()
-@with_run
-def profile(run: Run, json: Json = False) -> None:
+@app.command(context_settings=_ANY_FIELD)
+def profile(
+    run: Words = None, delta: Delta = None, relation: Relation = None, json: Json = False
+) -> None:
     """What is the epsilon of the records of each batch of an epoch? (Cyclic batches.)
 
     The epsilon of the run is the largest one. Example: `hsa profile run.toml`
     """
-    found = run()
+    found = _read(run or (), delta=delta, relation=relation)
     epsilons = hsa.position_profile(found.event, found.delta, found.neighboring_relation)
     output.profile(found, epsilons, json)
 
@@ -383,7 +421,10 @@ def recommend(
     ] = 1.0,
     bias: Annotated[bool, typer.Option("--bias", help="A bias is trained as well.")] = False,
     loss: Annotated[
-        str | None, typer.Option(help=f"{_RECOMMENDED}; default: by the classes.")
+        str | None,
+        typer.Option(
+            help="softmax_cross_entropy, logistic or squared_error; default: by the classes."
+        ),
     ] = None,
     clip_norm: Annotated[
         float | None, typer.Option(help="Of the gradient in the predictions; default: 0.3.")
@@ -394,7 +435,7 @@ def recommend(
         typer.Option(help="Batch orders that can be had: cyclic,full. Default: all."),
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Passes over the data.")] = None,
-    relation: Annotated[str, typer.Option(help=f"{_RELATIONS}.")] = "replace_special",
+    relation: Relation = "replace_special",
     json: Json = False,
 ) -> None:
     """How should I train a linear model, for a given epsilon?
@@ -436,10 +477,12 @@ def init(
 
     Example: `hsa init run.toml && hsa epsilon run.toml`
     """
+    from hidden_state_accountants.cli.template import template
+
     if str(file) == "-":
-        typer.echo(fields.template(), nl=False)
+        typer.echo(template(), nl=False)
         return
     if file.exists() and not force:
         raise ValueError(f"{file} exists. Choose another name, or --force.")
-    file.write_text(fields.template(), encoding="utf-8")
+    file.write_text(template(), encoding="utf-8")
     typer.echo(f"Wrote {file}. Edit it, then: hsa epsilon {file}")

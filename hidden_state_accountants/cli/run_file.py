@@ -1,10 +1,13 @@
-"""Run descriptions: a TOML file, flags, or both, as an event."""
+"""Descriptions of runs: a TOML file, flags, or both, or a checkpoint of an engine, as an event."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import pickle
 import sys
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,11 @@ from hidden_state_accountants.events.batch_order import (
 )
 from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 from hidden_state_accountants.events.plain_types import SCHEMA
+from hidden_state_accountants.runs.run import run_of
 
-_LOSSES = [n for n, _ in inspect.getmembers(LossGeometry, inspect.ismethod) if n[0] != "_"]
+_KINDS = {kind.__name__: kind for kind in RUN_EVENTS}
+LOSSES = {n: m for n, m in inspect.getmembers(LossGeometry, inspect.ismethod) if n[0] != "_"}
+_CHECKPOINTS = (".pt", ".pth")
 
 
 @attrs.frozen
@@ -40,21 +46,36 @@ class RunDescription:
     neighboring_relation: NeighboringRelation = attrs.field(converter=validate.neighboring_relation)
 
 
+def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The names of files, and the texts of flags by name: a flag without a value is "true"."""
+    files, flags, left = [], {}, list(arguments)
+    while left:
+        word = left.pop(0)
+        if not word.startswith("--"):
+            files.append(word)
+            continue
+        name, is_one_word, text = word[2:].partition("=")
+        name = name.replace("-", "_")
+        if not is_one_word:
+            text = "true" if _type_of(name) == "bool" or not left else left.pop(0)
+        flags[name] = text
+    return files, flags
+
+
 def read(
-    path: Path | None,
+    arguments: Sequence[str],
     *,
-    run: Mapping[str, Any],
-    loss: Mapping[str, Any],
-    accounting: Mapping[str, Any],
-    defaults: Mapping[str, Any],
+    delta: float | None = None,
+    relation: str | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> RunDescription:
     """The run in a file, with the values of the flags instead where given.
 
     Args:
-        path: A TOML file, - for the standard input, or None: the flags describe the whole run.
-        run: Flags that are fields of the event; "epochs" stands for num_steps.
-        loss: The flag "loss" and the parameters of its class method.
-        accounting: Flags for the target delta, and the relation.
+        arguments: At most one file (TOML, - for the standard input, or a checkpoint), and flags:
+            fields of the event, "epochs" for num_steps, the loss and its parameters.
+        delta: In place of that of the file.
+        relation: In place of that of the file.
         defaults: Fields, or "epochs", that need not be given; those that the event does not have
             are left out.
 
@@ -62,38 +83,183 @@ def read(
         OSError: The file cannot be read.
         TypeError, ValueError: No run can have these values; the text names the file.
     """
+    files, flags = split(arguments)
+    if len(files) > 1:
+        raise ValueError(f"Expected one file, got {', '.join(files)}.")
+    path = files[0] if files else None
+    accounting = {"delta": delta, "neighboring_relation": relation}
+    given = {name: value for name, value in accounting.items() if value is not None}
     try:
+        if path is not None and Path(path).suffix in _CHECKPOINTS:
+            return _of_checkpoint(path, flags, given)
         values = {} if path is None else _toml(path)
         table = values.pop("accounting", {})
         if not isinstance(table, dict):
             raise ValueError(f"Expected [accounting] to be a table, got {table!r}.")
-        known = {"delta": 1e-5, "neighboring_relation": "replace_special"}
-        validate.unknown_keys("[accounting]", table, known)
-        flags = {"neighboring_relation" if k == "relation" else k: v for k, v in accounting.items()}
-        event = _event(path, values, run, dict(loss), defaults)
-        return RunDescription(event, **(known | table | flags))
+        usual = {"delta": 1e-5, "neighboring_relation": "replace_special"}
+        validate.unknown_keys("[accounting]", table, usual)
+        event = _event(path is None, values, flags, defaults or {})
+        return RunDescription(event, **(usual | table | given))
     except (TypeError, ValueError) as error:
         if path is None:
             raise
-        flags_too = " with these flags" if run or loss or accounting else ""
+        flags_too = " with these flags" if flags or given else ""
         raise ValueError(f"{path}{flags_too}: {error}") from error
 
 
+# Flags
+
+
+def _parameters(kind: str) -> Mapping[str, inspect.Parameter]:
+    """The arguments of a class method of `LossGeometry`."""
+    return inspect.signature(LOSSES[kind]).parameters
+
+
+def _type_of(name: str) -> str:
+    """The type of a field of a run, or of a parameter of a loss, as it is written there.
+
+    Raises:
+        ValueError: There is no such flag.
+    """
+    types = {"loss": "str", "epochs": "int", "loss_clip_norm": "float"}
+    for kind in LOSSES:
+        types |= {key: str(parameter.annotation) for key, parameter in _parameters(kind).items()}
+    for event in reversed(RUN_EVENTS):
+        types |= {field.name: str(field.type) for field in attrs.fields(event)}
+    if name not in types:
+        flag = "--" + name.replace("_", "-")
+        hint = validate.did_you_mean(name, types).replace("_", "-")
+        raise ValueError(f"No such option: {flag}.{hint}")
+    return types[name]
+
+
+def _value(name: str, text: str) -> Any:
+    kind = _type_of(name)
+    parse: Callable[[str], Any] = str
+    if kind.startswith("int"):
+        parse = _whole
+    elif kind.startswith("tuple"):
+        parse = _whole_numbers
+    elif kind.startswith("bool"):
+        parse = _flag
+    elif kind.startswith("float"):
+        parse = _number_or_none if "None" in kind else _number
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
+
+
+def _whole(text: str) -> int:
+    """An integer, which may be written as 1e7 or 50_000."""
+    with contextlib.suppress(ValueError):
+        return int(text)
+    with contextlib.suppress(ValueError):
+        if float(text).is_integer():
+            return int(float(text))
+    raise ValueError(f"expected a whole number, got {text!r}")
+
+
+def _whole_numbers(text: str) -> list[int]:
+    return [_whole(part) for part in text.replace(" ", "").split(",") if part]
+
+
+def _flag(text: str) -> bool:
+    if text not in ("true", "false"):
+        raise ValueError(f"expected true or false, got {text!r}")
+    return text == "true"
+
+
+def _number(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        return float(text)
+    raise ValueError(f"expected a number, got {text!r}")
+
+
+def _number_or_none(text: str) -> float | str:
+    with contextlib.suppress(ValueError):
+        return text if text == "none" else float(text)
+    raise ValueError(f"expected a number or none, got {text!r}")
+
+
+# Files
+
+
+def _toml(path: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+        return dict(tomllib.loads(text))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a TOML file: {error}") from None
+
+
+class _Unread:
+    """Stands for any object of a checkpoint but numbers, texts, lists and dictionaries."""
+
+    def __init__(self, *_: Any, **__: Any):
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Reads plain types, and calls nothing that a file names."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return dict if (module, name) == ("collections", "OrderedDict") else _Unread
+
+    def persistent_load(self, pid: Any) -> None:
+        return None
+
+
+def _of_checkpoint(
+    path: str, flags: Mapping[str, str], accounting: Mapping[str, Any]
+) -> RunDescription:
+    """What an engine of Opacus saved, all its runs together; no code of the file is run."""
+    if flags:
+        raise ValueError(f"Expected no {_names(flags)} beside a run that has happened.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
+            with archive.open(name) as stored:
+                state = _PlainUnpickler(stored).load()["privacy_accountant_state_dict"]
+        runs, relation = state["runs"], state["neighboring_relation"]
+    except (zipfile.BadZipFile, pickle.UnpicklingError, StopIteration, KeyError, TypeError):
+        raise ValueError("not a checkpoint that HiddenStatePrivacyEngine saved") from None
+    if state.get("refusals"):
+        raise ValueError(f"no guarantee: {'; '.join(map(str, state['refusals']))}")
+    asked = accounting.get("neighboring_relation", relation)
+    if validate.neighboring_relation(asked).name != relation:
+        raise ValueError(f"Expected the relation of the checkpoint, {relation}, got {asked}.")
+    events = [run_of(run).event() for run in runs if run["num_steps"]]
+    if not events:
+        raise ValueError("the checkpoint has no run with a step")
+    together = events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
+    return RunDescription(together, accounting.get("delta", 1e-5), relation)
+
+
 def _event(
-    path: Path | None,
-    values: dict[str, Any],
-    flags: Mapping[str, Any],
-    loss_flags: dict[str, Any],
-    defaults: Mapping[str, Any],
+    is_of_flags: bool, values: dict[str, Any], texts: Mapping[str, str], defaults: Mapping[str, Any]
 ) -> dp_accounting.DpEvent:
-    kinds = {kind.__name__: kind for kind in RUN_EVENTS}
     name = values.setdefault("type", "LastIterateDpEvent")
-    if name not in kinds:
+    if name not in _KINDS:
         raise ValueError(
-            f"Expected type to be one of {', '.join(kinds)}, got {name!r}."
-            f"{validate.did_you_mean(name, kinds)}"
+            f"Expected type to be one of {', '.join(_KINDS)}, got {name!r}."
+            f"{validate.did_you_mean(name, _KINDS)}"
         )
-    fields = {field.name: field for field in attrs.fields(kinds[name])}
+    fields = {field.name: field for field in attrs.fields(_KINDS[name])}
+    flags = {key: _value(key, text) for key, text in texts.items()}
+    of_loss = {key: flags.pop(key) for key in [*flags] if key not in {*fields, "epochs"}}
+    if "loss" in flags:
+        of_loss["loss"] = flags.pop("loss")
     values.setdefault("schema", SCHEMA)
     whole = {key for key, field in fields.items() if str(field.type).startswith("int")}
     for key in {*whole, "epochs"} & set(values):
@@ -103,29 +269,17 @@ def _event(
         values.pop("epochs", None)
         values.pop("num_steps", None)
     values |= flags
-    _merge_loss(values, loss_flags)
+    _merge_loss(values, of_loss)
     lengths = {"epochs", "num_steps", "num_epochs"} & set(values)
     for key, value in defaults.items():
         if key in fields or (key == "epochs" and not lengths):
             values.setdefault(key, value)
     _epochs_to_steps(values)
     missing = [k for k, f in fields.items() if f.default is attrs.NOTHING and k not in values]
-    if missing and path is None:
+    if missing and is_of_flags:
         names = _names(missing).replace("--num-steps", "--epochs (or --num-steps)")
         raise ValueError(f"Missing {names}. Or describe the run in a file: hsa init run.toml.")
-    return kinds[name].from_dict(values)
-
-
-def _toml(path: Path) -> dict[str, Any]:
-    if sys.version_info >= (3, 11):
-        import tomllib
-    else:
-        import tomli as tomllib
-    try:
-        text = sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
-        return dict(tomllib.loads(text))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"not a TOML file: {error}") from None
+    return _KINDS[name].from_dict(values)
 
 
 def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
@@ -148,12 +302,12 @@ def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
         return
     if not kind:
         raise ValueError(f"Expected a loss for {_names(table)}, got none. Add --loss convex.")
-    if kind not in _LOSSES:
+    if kind not in LOSSES:
         raise ValueError(
-            f"Expected loss to be one of none, {', '.join(_LOSSES)}, got {kind!r}."
-            f"{validate.did_you_mean(kind, _LOSSES)}"
+            f"Expected loss to be one of none, {', '.join(LOSSES)}, got {kind!r}."
+            f"{validate.did_you_mean(kind, LOSSES)}"
         )
-    needed, others = _parameters(kind)
+    needed, others = _needed(kind)
     if kind in {k.value for k in LossKind} and {"weak_convexity", *needed} < set(table):
         values[key] = {"kind": kind, **table}  # as in the dictionary form of an event
         return
@@ -167,16 +321,16 @@ def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
     values[key] = getattr(LossGeometry, kind)(**table)
 
 
-def _parameters(kind: str) -> tuple[list[str], list[str]]:
+def _needed(kind: str) -> tuple[list[str], list[str]]:
     """The needed and the optional arguments of a class method of `LossGeometry`."""
-    found = inspect.signature(getattr(LossGeometry, kind)).parameters
-    needed = [name for name, p in found.items() if p.default is p.empty]
-    return needed, [name for name in found if name not in needed]
+    arguments = _parameters(kind)
+    needed = [name for name, p in arguments.items() if p.default is p.empty]
+    return needed, [name for name in arguments if name not in needed]
 
 
 def loss_arguments(kind: str) -> str:
     """The arguments of a loss, in words."""
-    needed, others = _parameters(kind)
+    needed, others = _needed(kind)
     optional = f" (optional: {', '.join(others)})" if others else ""
     return f"{' and '.join(needed)}{optional}"
 
