@@ -1,4 +1,14 @@
-"""Theorem D: a bounded domain, by what the laws of the two runs have in common before a window."""
+r"""Theorem D: a small domain, by what the laws of the two runs have in common before a window.
+
+Two runs enter a window with laws P and Q of the state. Where the laws overlap, both start from the
+SAME state and differ by what the record does inside of the window; the rest starts anywhere in the
+domain. For a measure :math:`M \le P` that is matched with a part of Q at the ratio
+:math:`e^{\ell(x)}`, and what is left over, of masses u and v,
+
+.. math:: H_\varepsilon \le \int A(\varepsilon - \ell)\, dM + u\, B(\varepsilon + \log(v / u))
+
+A the profile of the window from one state, B that from any two (docs/theory/bounded_domains.md).
+"""
 
 from __future__ import annotations
 
@@ -10,15 +20,13 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
-from hidden_state_accountants.bounds.solvers.state_windows import (
-    StateProfile,
-    Window,
-    best_profile,
-)
 from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
+from hidden_state_accountants.curves.by_profile import ProfileCurve, polygon_curve
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
-from hidden_state_accountants.curves.profiles import Deltas
+from hidden_state_accountants.curves.losses import UNIT
+from hidden_state_accountants.curves.profiles import Deltas, polygon
+from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process import conditions
 from hidden_state_accountants.process.conditions import UnmetCondition
@@ -28,20 +36,27 @@ from hidden_state_accountants.process.noisy_process import (
     unmet_conditions,
 )
 
-_LONGEST = 2**13  # epochs of a window
+_WIDEST = 100.0  # diameter in standard deviations of a step's noise: beyond it nothing is gained
+_LONGEST = 2**13  # steps of a window
+_MOST_WINDOWS = 24
 _LARGEST_MU = 16.0  # beyond it the laws have next to nothing in common
 _DELTA = 1e-6  # windows are chosen by epsilon there
+_NODES = 128
+_CANDIDATES = 16  # levels at which the matching may be cut, on either side of a loss of 0
+_ENOUGH = 0.995  # of epsilon: nothing more is gained
+_SHORTEST = 1e-6  # of the epsilons of the last node, unless it was less
+_SMALLEST = 1e-20  # deltas that need no further epsilon
+_ROUNDED_UP = 1 + 1e-9  # more than what sums of a few hundred positive terms lose
 
 
 @attrs.frozen
 class OverlappingLaws(HiddenStateBound):
-    """Theorem D for FULL and CYCLIC runs on a bounded domain.
+    """Theorem D for FULL batches projected on a small set.
 
     Formal guarantees:
       - Relation: as for `ShiftedInterpolation`.
       - Released: the last iterate alone. Steps that differ all count as the worst one: the largest
-        modulus, the largest sensitivity, the least noise.
-      - Steps of learning rate 0 do not count: at both ends of a run; with full batches anywhere.
+        modulus, the largest sensitivity, the least noise; steps of learning rate 0 do not count.
       - The figure does not depend on the number of steps: no longer run has a larger one.
       - (epsilon, delta) only: no Renyi divergences, no mu-GDP.
       - Assumptions: those of `ShiftedInterpolation`.
@@ -50,6 +65,7 @@ class OverlappingLaws(HiddenStateBound):
     """
 
     key = "overlapping_laws"
+    orders = (BatchOrder.FULL,)
     needs_domain = True
     paper = Citation(
         "Bok, Su, Altschuler 2024",
@@ -60,12 +76,17 @@ class OverlappingLaws(HiddenStateBound):
     def conditions(
         self, event: LastIterateDpEvent, relation: NeighboringRelation
     ) -> tuple[UnmetCondition, ...]:
-        """A contractive process on a bounded domain, and no releases."""
-        return (
-            *unmet_conditions(event, relation),
+        """A contractive process on a bounded domain that the noise fills, and no releases."""
+        unmet = (
+            *unmet_conditions(event, relation, self.orders),
             *conditions.last_iterate_alone(event),
             *conditions.bounded_domain(event),
         )
+        if unmet:
+            return unmet
+        width = _Steps.of(noisy_process(event, relation)).distance
+        needed = f"at most {_WIDEST:g} standard deviations of the noise of a step"
+        return tuple(conditions.unless(width <= _WIDEST, "domain_diameter", needed, f"{width:.3g}"))
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The profile after windows of falling length."""
@@ -80,118 +101,196 @@ class _Steps:
     """Steps of which none is worse than this one; lengths in units of the noise.
 
     Attributes:
-        contraction: At least c of every step.
-        sensitivity: At least s of a step whose batch holds the record, every `period`-th one.
-        distance: No two states are farther apart: the domain's diameter. How far apart two runs
-            with the same noise are does not matter here. States that are left over when the laws
+        contraction: An upper bound on c of every step.
+        sensitivity: An upper bound on s of every step.
+        distance: The domain's diameter: no two states are farther apart. How far apart two runs
+            with the same noise are does not matter here: states that are left over when the laws
             are matched are no such runs, and may be at opposite ends.
-        period: Steps from one participation to the next.
     """
 
     contraction: float
     sensitivity: float
     distance: float
-    period: int
 
     @classmethod
     def of(cls, process: NoisyProcess) -> _Steps:
-        steps = _steps_that_count(process)
+        # A step of learning rate 0 is one map for both data sets, which brings no two states
+        # farther apart.
+        is_idle = (process.sensitivity == 0) & (process.noise_std == 0) & (process.contraction <= 1)
+        steps = slice(1) if process.is_constant else np.flatnonzero(~is_idle)
+        if not len(process.contraction[steps]):
+            return cls(1.0, 0.0, 0.0)
         c = float(process.contraction[steps].max())
         s = float(process.sensitivity[steps].max())
         sigma = float(process.noise_std[steps].min())
         if not sigma:
-            return cls(c, math.inf if s else 0.0, math.inf, process.period)
-        return cls(c, s / sigma, process.domain_diameter / sigma, process.period)
+            return cls(c, math.inf if s else 0.0, math.inf if s else 0.0)
+        return cls(c, s / sigma, process.domain_diameter / sigma)
 
-    def mus(self, stretches: list[tuple[int, bool]]) -> tuple[float, float]:
-        """mu of a window from one state, and from any two; inf where numbers overflow.
-
-        Args:
-            stretches: Numbers of steps, and whether the record is in the first one of them. It is
-                in no other: all noise of a stretch is that of one step.
-        """
-        with np.errstate(over="ignore", invalid="ignore"):
-            c, s, sigma = values = np.array([self._stretch(*stretch) for stretch in stretches]).T
-        if not np.isfinite(values).all():  # an expanding update over a long epoch: nothing is known
-            return math.inf, math.inf
-        of_one = least_mu_squared(c, s, sigma)
-        of_two = least_mu_squared(c, s, sigma, initial_shift=self.distance)
-        return math.sqrt(of_one), math.sqrt(of_two)
-
-    def _stretch(self, steps: int, has_record: bool) -> tuple[float, float, float]:
-        """Modulus, sensitivity and noise, as seen after the last of its steps."""
-        c = self.contraction
-        powers = np.float64(c) ** np.arange(steps)
-        sensitivity = self.sensitivity * powers[-1] if has_record else 0.0
-        return c * powers[-1], sensitivity, math.sqrt(powers @ powers)
-
-    def epochs(self, number: int, *, first: bool) -> list[tuple[int, bool]]:
-        """Stretches of some epochs, the record in the first step of each or in the last one."""
-        whole, others = (self.period, True), self.period - 1
-        if first or not others:
-            return [whole] * number
-        return [(others, False), *[whole] * (number - 1), (1, True)]
-
-
-def _steps_that_count(process: NoisyProcess) -> slice | np.ndarray:
-    """All but those of learning rate 0, if the others are a run of the same period.
-
-    Such a step is one map for both data sets, which brings no two states farther apart.
-    """
-    if process.is_constant:
-        return slice(1)
-    is_idle = (process.sensitivity == 0) & (process.noise_std == 0) & (process.contraction <= 1)
-    count = np.flatnonzero(~is_idle)
-    if not len(count):
-        return slice(None)
-    if process.period == 1:
-        return count
-    return slice(count[0], count[-1] + 1)
+    def mus(self, number: int) -> tuple[float, float]:
+        """The mu of a window of some steps, from one state and from any two."""
+        ones = np.ones(number)
+        arrays = self.contraction * ones, self.sensitivity * ones, ones
+        of_two = least_mu_squared(*arrays, initial_shift=self.distance)
+        return math.sqrt(least_mu_squared(*arrays)), math.sqrt(of_two)
 
 
 @functools.lru_cache(maxsize=16)  # a run is asked about after every epoch, and nothing has changed
 def _curve(steps: _Steps) -> Curve:
+    """The curve after windows one after the other, each as long as the last one or half as long."""
     if not steps.sensitivity:
         return GaussianCurve(0.0)
-    if math.inf in (steps.sensitivity, steps.distance):
-        return GaussianCurve(math.inf)
-    windows = [_Windows(steps, False)]  # the record in the last step of each
-    if steps.period > 1:
-        windows.append(_Windows(steps, True))
-    found = [w.profile() for w in windows if w.apart <= _LARGEST_MU]
-    if not found:
-        return GaussianCurve(windows[0].apart)
-    return min((profile.curve for profile in found), key=lambda curve: curve.epsilon(_DELTA))
+    mus = functools.cache(steps.mus)
+    length = 1
+    while 2 * length <= _LONGEST and mus(2 * length)[1] < mus(length)[1]:
+        length *= 2
+    apart = mus(length)[1]
+    if apart > _LARGEST_MU:
+        return GaussianCurve(apart)
+    profile = StateProfile.of(_gaussian(apart), _reach(apart))
+    now = profile.curve.epsilon(_DELTA)
+
+    def after(number: int) -> tuple[float, StateProfile]:
+        same, two = mus(number)
+        following = profile.after(_gaussian(same), _gaussian(two), _reach(same))
+        return following.curve.epsilon(_DELTA), following
+
+    for _ in range(_MOST_WINDOWS):
+        if now == 0:
+            break
+        before = now
+        epsilon, following = after(length)
+        if length > 1:
+            shorter, other = after(length // 2)
+            if not epsilon < shorter:
+                length, epsilon, following = length // 2, shorter, other
+        if epsilon < before:
+            profile, now = following, epsilon
+        if not epsilon < _ENOUGH * before:
+            if length == 1:
+                break
+            length //= 2
+    return profile.curve
 
 
-class _Windows:
-    """Epochs that end with a participation, or begin with one and are followed by one more."""
+@attrs.frozen(eq=False)
+class StateProfile:
+    """Upper bounds on the divergences of two laws, in both directions; a convex polygon.
 
-    def __init__(self, steps: _Steps, first: bool):
-        self._steps, self._first = steps, first
-        self._mus = functools.cache(self._evaluate)
-        self._length = 1
-        while 2 * self._length <= _LONGEST and self._is_better(2 * self._length):
-            self._length *= 2
-        self.apart = self._mus(self._length)[1]
+    Attributes:
+        epsilons: The nodes, ascending from 0.
+        deltas: sup_S P(S) - e^epsilon Q(S) there, falling.
+    """
 
-    def _evaluate(self, epochs: int) -> tuple[float, float]:
-        return self._steps.mus(self._steps.epochs(epochs, first=self._first))
+    epsilons: np.ndarray
+    deltas: np.ndarray
 
-    def _is_better(self, epochs: int) -> bool:
-        return self._mus(epochs)[1] < self._mus(epochs // 2)[1]
+    @classmethod
+    def of(cls, deltas: Deltas, largest: float) -> StateProfile:
+        """The polygon through a profile up to `largest`, shortened to what matters."""
+        epsilons = np.linspace(0.0, largest, _NODES)
+        return _shortened(epsilons, _convex(epsilons, deltas(epsilons)))
 
-    def profile(self) -> StateProfile:
-        """After windows of falling length."""
-        start = StateProfile.of(_gaussian(self.apart), _reach(self.apart))
-        profile = best_profile(lambda n: _window(*self._mus(n)), start, self._length, _DELTA)
-        if self._first:
-            return profile.after(*_window(*self._steps.mus([(1, True)])))
-        return profile
+    @property
+    def curve(self) -> ProfileCurve:
+        """What it says of the two laws."""
+        return polygon_curve(self.epsilons, self.deltas)
+
+    def after(self, same: Deltas, apart: Deltas, reach: float = 0.0) -> StateProfile:
+        """The profile after a window.
+
+        Args:
+            same: The profile of the window from one state, at any real epsilon.
+            apart: The profile from any two states of the domain; nowhere below `same`.
+            reach: Where `same` is negligible.
+        """
+        at = np.linspace(0.0, self.epsilons[-1] + reach, _NODES)
+        losses, first, second = self._masses()
+        zero = len(losses) // 2
+        below = np.cumsum(first)
+        after_all = np.append(np.cumsum(second[::-1])[::-1], 0.0)
+        # own: those that are matched at their own ratio, summed over losses up to a level
+        own = np.cumsum(same(at[:, None] - losses) * first, axis=1)
+        offsets = np.unique(np.round(np.linspace(0, zero, _CANDIDATES)).astype(int))
+        lows = np.unique(np.concatenate([zero - offsets, zero + offsets]))
+        # Losses below a level r are matched at r, which leaves Q-mass over: H_{-r}(Q|P).
+        levels = losses[lows]
+        left_over = self.deltas[np.abs(lows - zero)]
+        positive = np.maximum(levels, 0.0)
+        left_over = np.where(
+            levels > 0, -np.expm1(-positive) + np.exp(-positive) * left_over, left_over
+        )
+        raised = below[lows] * same(at[:, None] - levels) - own[:, lows]
+        best = np.minimum(apart(at), 1.0)
+        for offset in offsets:  # losses above this level are matched at it: mass u is left over
+            level, unmatched = float(self.epsilons[offset]), float(self.deltas[offset])
+            cut = after_all[zero + offset + 1] * math.exp(min(level, 700.0)) * same(at - level)
+            allowed = lows <= zero + offset
+            rest = np.zeros((len(at), int(allowed.sum())))
+            if unmatched > 0:
+                with np.errstate(divide="ignore"):
+                    more = np.log(left_over[allowed]) - math.log(unmatched)
+                rest = unmatched * _extended(apart, at[:, None] + more)
+            total = own[:, zero + offset] + cut + (raised[:, allowed] + rest).min(axis=1)
+            best = np.minimum(best, total)
+        return _shortened(at, _convex(at, best * _ROUNDED_UP))
+
+    def _masses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Losses, and their masses under both laws of the symmetric pair with this profile.
+
+        The mass of the first law at infinity is the last delta; masses are rounded up.
+        """
+        corners = np.expm1(self.epsilons)
+        slopes = np.append(-np.diff(self.deltas) / np.diff(corners), 0.0)
+        rounding = 4 * UNIT * (slopes[:-1] + slopes[1:])
+        lighter = np.maximum(slopes[:-1] - slopes[1:], 0.0) + rounding
+        heavier = lighter * np.exp(self.epsilons[1:])
+        at_zero = max(0.0, 1.0 - lighter.sum() - heavier.sum() - self.deltas[-1])
+        middle = [at_zero + 16 * UNIT]
+        losses = self.epsilons[1:]
+        return (
+            np.concatenate([-losses[::-1], [0.0], losses]),
+            np.concatenate([lighter[::-1], middle, heavier]),
+            np.concatenate([heavier[::-1], middle, lighter]),
+        )
 
 
-def _window(same: float, apart: float) -> Window:
-    return _gaussian(same), _gaussian(apart), _reach(same)
+def _extended(profile: Deltas, epsilon: np.ndarray) -> np.ndarray:
+    """A profile at any epsilon, also where that is -inf: nothing of the other law is left."""
+    return np.where(epsilon == -math.inf, 1.0, profile(np.maximum(epsilon, -700.0)))
+
+
+def _convex(epsilons: np.ndarray, deltas: np.ndarray) -> np.ndarray:
+    """The convex hull, in e^epsilon, of bounds that hold in both directions, at the same nodes.
+
+    H at e^-epsilon is 1 - e^-epsilon + e^-epsilon H at e^epsilon: the chord between the two bounds
+    the divergence at 0.
+    """
+    x = np.expm1(epsilons)
+    values = np.minimum(deltas, 1.0)
+    values[0] = min(values[0], float(np.min((x + 2 * values) / (x + 2))))
+    values = np.minimum.accumulate(values)
+    corners: list[tuple[float, float]] = []
+    for point in zip(x.tolist(), values.tolist(), strict=True):
+        while len(corners) >= 2 and not _turns_up(corners[-2], corners[-1], point):
+            corners.pop()
+        corners.append(point)
+    hull = np.array(corners)
+    return np.asarray(np.interp(x, hull[:, 0], hull[:, 1]) * (1 + 64 * UNIT))
+
+
+def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
+    return (b[1] - a[1]) * (c[0] - b[0]) < (c[1] - b[1]) * (b[0] - a[0])
+
+
+def _shortened(epsilons: np.ndarray, deltas: np.ndarray) -> StateProfile:
+    """The same polygon on nodes that end where delta is negligible."""
+    enough = np.flatnonzero(deltas <= _SMALLEST)
+    last = float(epsilons[enough[0] if len(enough) else -1])
+    last = min(max(last, _SHORTEST), float(epsilons[-1]))
+    nodes = np.linspace(0.0, last, _NODES)
+    values = polygon(epsilons, deltas)(nodes)
+    return StateProfile(nodes, _convex(nodes, values))
 
 
 def _reach(mu: float) -> float:

@@ -928,21 +928,29 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "sigma = float(process.noise_std[steps].mean())",
             ),
             "states_that_are_left_over_are_as_near_as_coupled_runs": (
-                "return cls(c, s / sigma, process.domain_diameter / sigma, process.period)",
-                "near = min(process.domain_diameter, s / max(1 - c**process.period, 1e-9))\n"
-                "        return cls(c, s / sigma, near / sigma, process.period)",
-            ),
-            "last_participation_is_not_counted": (
-                "return profile.after(*_window(*self._steps.mus([(1, True)])))",
-                "return profile",
+                "return cls(c, s / sigma, process.domain_diameter / sigma)",
+                "near = min(process.domain_diameter, s / max(1 - c, 1e-9))\n"
+                "        return cls(c, s / sigma, near / sigma)",
             ),
             "steps_without_noise_are_pauses": (
                 "is_idle = (process.sensitivity == 0) & (process.noise_std == 0)",
                 "is_idle = (process.noise_std == 0)",
             ),
-            "pauses_of_a_cyclic_run_are_passed_over_anywhere": (
-                "if process.period == 1:",
-                "if True:",
+            "states_in_common_are_equally_likely": (
+                "own = np.cumsum(same(at[:, None] - losses) * first, axis=1)",
+                "own = np.cumsum(same(at[:, None] - 0 * losses) * first, axis=1)",
+            ),
+            "what_is_left_of_the_other_law_is_all_of_it": (
+                "more = np.log(left_over[allowed]) - math.log(unmatched)",
+                "more = 0 * left_over[allowed] - math.log(unmatched)",
+            ),
+            "states_beyond_the_last_ratio_are_forgotten": (
+                "total = own[:, zero + offset] + cut + (",
+                "total = own[:, zero + offset] + 0 * cut + (",
+            ),
+            "losses_below_the_first_ratio_keep_theirs": (
+                "raised = below[lows] * same(at[:, None] - levels) - own[:, lows]",
+                "raised = 0 * below[lows] * same(at[:, None] - levels)",
             ),
         },
     },
@@ -1128,26 +1136,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "        weights = np.append(hidden, (1 - hidden) * law.probabilities)\n"
                 "        law = DistanceLaw(np.append(0.0, law.levels), weights, law.rare)\n"
                 "        return self._window(plan, law)",
-            ),
-        },
-    },
-    "bounds/solvers/state_windows.py": {
-        "oracles/test_overlapping_laws.py": {
-            "states_in_common_are_equally_likely": (
-                "own = np.cumsum(same(at[:, None] - losses) * first, axis=1)",
-                "own = np.cumsum(same(at[:, None] - 0 * losses) * first, axis=1)",
-            ),
-            "what_is_left_of_the_other_law_is_all_of_it": (
-                "more = np.log(left_over[allowed]) - math.log(unmatched)",
-                "more = 0 * left_over[allowed] - math.log(unmatched)",
-            ),
-            "states_beyond_the_last_ratio_are_forgotten": (
-                "total = own[:, zero + offset] + cut + (",
-                "total = own[:, zero + offset] + 0 * cut + (",
-            ),
-            "losses_below_the_first_ratio_keep_theirs": (
-                "raised = below[lows] * same(at[:, None] - levels) - own[:, lows]",
-                "raised = 0 * below[lows] * same(at[:, None] - levels)",
             ),
         },
     },

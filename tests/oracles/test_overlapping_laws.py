@@ -11,7 +11,7 @@ from grid_oracle import GridOracle
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import OverlappingLaws, ShiftedInterpolation
-from hidden_state_accountants.bounds.solvers.state_windows import StateProfile
+from hidden_state_accountants.bounds.overlapping_laws import StateProfile
 from hidden_state_accountants.curves.profiles import polygon
 
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
@@ -89,18 +89,13 @@ def run(**changes):
     return hsa.LastIterateDpEvent(**(arguments | changes))
 
 
-CYCLIC = {"batch_order": "cyclic", "batch_size": 2, "dataset_size": 6, "num_steps": 12}
 RUNS = {
     "wide noise": run(),
     "narrow noise": run(noise_multiplier=1.2, num_steps=12),
     "small steps": run(learning_rate=0.1, noise_multiplier=6.0, num_steps=60),
     "decay": run(weight_decay=0.2),
-    "cyclic": run(**CYCLIC),
     "schedules": run(
         noise_multiplier=np.resize([3.0, 4.5, 3.0], 24), learning_rate=np.linspace(0.6, 0.5, 24)
-    ),
-    "cyclic, small steps": run(
-        **CYCLIC | {"num_steps": 30}, learning_rate=0.2, noise_multiplier=2.0
     ),
 }
 
@@ -136,15 +131,10 @@ def test_no_run_on_an_interval_has_more(name):
 
 
 PAUSES = {"learning_rate": np.where(np.arange(3000) % 5 < 2, 0.0, 0.6)}
-WARM_UP = {"learning_rate": np.where(np.abs(np.arange(3000) - 1500) < 1499, 0.6, 0.0)}
 
 
 @pytest.mark.parametrize("decay", [0.02, 0.2, 0.9])
-@pytest.mark.parametrize(
-    "changes",
-    [{}, CYCLIC, PAUSES, CYCLIC | WARM_UP],
-    ids=["full", "cyclic", "full with pauses", "cyclic with a warm-up"],
-)
+@pytest.mark.parametrize("changes", [{}, PAUSES], ids=["full", "full with pauses"])
 def test_a_domain_that_does_nothing_hides_nothing(changes, decay):
     """Two runs with the same noise stay close, but what is left of their laws does not.
 
@@ -156,7 +146,7 @@ def test_a_domain_that_does_nothing_hides_nothing(changes, decay):
     exact = hsa.LastIterateAccountant(REPLACE_ONE).compose(
         attrs.evolve(event, domain_diameter=math.inf)
     )
-    for diameter in (30.0, 300.0):
+    for diameter in (10.0, 40.0):  # up to 89 standard deviations of the noise
         guarantee = OverlappingLaws().guarantee(
             attrs.evolve(event, domain_diameter=diameter), REPLACE_ONE
         )
@@ -209,53 +199,28 @@ def test_a_schedule_costs_what_its_worst_step_does():
 
 
 def test_what_it_is_not_about():
-    refused = {
-        "domain_diameter": run(domain_diameter=math.inf),
-        "releases": run(release_steps=(5,)),
-        "batch order": run(batch_order="poisson", batch_size=2),
-    }
-    for condition, event in refused.items():
+    refused = [
+        ("domain_diameter", run(domain_diameter=math.inf)),
+        ("domain_diameter", run(domain_diameter=46.0)),  # 102 standard deviations of the noise
+        ("releases", run(release_steps=(5,))),
+        ("batch order", run(batch_order="cyclic", batch_size=2)),
+    ]
+    for condition, event in refused:
         unmet = OverlappingLaws().check(event, REPLACE_ONE)
         assert condition in {u.condition for u in unmet}
 
 
-@pytest.mark.parametrize("batches", [513, 800, 40_000])
-def test_updates_that_expand_beyond_all_numbers_hide_nothing(batches):
-    """2.1 to the power of 800 is 1e257, and no number is as large as its square."""
-    event = run(
-        **CYCLIC | {"batch_size": 1, "dataset_size": batches, "num_steps": 2 * batches},
-        learning_rate=1.0,
-        loss=hsa.LossGeometry.smooth(1.1),
-    )
-    guarantee = OverlappingLaws().guarantee(event, REPLACE_ONE)
-    assert guarantee.delta(0.0) == 1
-    assert guarantee.epsilon(1e-6) == math.inf
-
-
 def test_without_noise_nothing_is_hidden():
-    guarantee = OverlappingLaws().guarantee(run(noise_multiplier=0.0), REPLACE_ONE)
-    assert guarantee.epsilon(1e-5) == math.inf
+    (unmet,) = OverlappingLaws().check(run(noise_multiplier=0.0), REPLACE_ONE)
+    assert unmet.actual == "inf"
 
 
-def test_a_probability_is_never_beyond_one():
-    """Little noise, a wide domain: the divergences are 1 but for rounding."""
-    event = hsa.LastIterateDpEvent(
-        noise_multiplier=4.77, learning_rate=2.02, clip_norm=0.0143, batch_size=4,
-        dataset_size=12, num_steps=2, batch_order="cyclic",
-        loss=hsa.LossGeometry.generalized_linear(smoothness=1.0), domain_diameter=2.4,
-    )  # fmt: skip
-    guarantee = OverlappingLaws().guarantee(event, REPLACE_ONE)
-    assert guarantee.delta(0.0) == 1
-    assert guarantee.epsilon(1.0) == 0
-
-
-def paused(*pauses, period=1, rate=0.6):
+def paused(*pauses):
     """12 steps and pauses before the given ones of them."""
-    rates = [rate] * 12
+    rates = [0.6] * 12
     for place in sorted(pauses, reverse=True):
         rates.insert(place, 0.0)
-    cyclic = CYCLIC if period > 1 else {}
-    return run(**cyclic | {"num_steps": len(rates), "learning_rate": rates})
+    return run(num_steps=len(rates), learning_rate=rates)
 
 
 def test_pauses_are_passed_over():
@@ -266,16 +231,9 @@ def test_pauses_are_passed_over():
     assert steady < 20
     for pauses in ((0,), (0, 0, 12), (5,), (0, 3, 7, 12)):
         assert epsilon(paused(*pauses)) == steady
-    in_order = epsilon(run(**CYCLIC))
-    for pauses in ((0,), (12,), (0, 0, 12)):
-        assert epsilon(paused(*pauses, period=3)) == in_order
-    assert epsilon(paused(5, period=3)) == math.inf  # epochs of different lengths
     assert epsilon(run(num_steps=2, learning_rate=[0.0, 0.0])) == 0
 
 
 def test_a_step_without_noise_is_no_pause():
-    noise = [3.0, 0.0, 3.0]
-    guarantee = OverlappingLaws().guarantee(
-        run(num_steps=3, noise_multiplier=noise, learning_rate=[0.6, 0.5, 0.6]), REPLACE_ONE
-    )
-    assert guarantee.epsilon(1e-5) == math.inf
+    event = run(num_steps=3, noise_multiplier=[3.0, 0.0, 3.0], learning_rate=[0.6, 0.5, 0.6])
+    assert OverlappingLaws().check(event, REPLACE_ONE)
