@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 
 def round_up(value: float, digits: int) -> float:
@@ -47,3 +49,14 @@ def fixed_up(value: float, decimals: int) -> str:
     if math.isfinite(value) and float(text) < value:
         text = f"{float(text) + 10.0**-decimals:.{decimals}f}"
     return text
+
+
+def finite(value: Any) -> Any:
+    """Returns plain types with a text in place of every number that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {str(key): finite(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
+    return value

@@ -20,8 +20,8 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.citation import Citation
 from hidden_state_accountants.curves import transformed
 from hidden_state_accountants.curves.base import Curve, known_of
-from hidden_state_accountants.events.plain_types import finite, plain
-from hidden_state_accountants.figures import text_up
+from hidden_state_accountants.events.plain_types import plain
+from hidden_state_accountants.figures import finite, text_up
 
 _DELTA = 1e-5  # where epsilon is read in one line
 _NEIGHBOURS = {

@@ -23,8 +23,7 @@ from rich.progress import Progress as BarOfRich
 from rich.table import Table
 from rich.text import Text
 
-from hidden_state_accountants.events.plain_types import finite
-from hidden_state_accountants.figures import large_delta, text_up
+from hidden_state_accountants.figures import finite, large_delta, text_up
 
 if TYPE_CHECKING:  # the help needs nothing of this
     import numpy as np

@@ -7,6 +7,7 @@ import inspect
 import pickle
 import sys
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -214,7 +215,7 @@ class _PlainUnpickler(pickle.Unpickler):
     """Reads plain types, and calls nothing that a file names."""
 
     def find_class(self, module: str, name: str) -> Any:
-        return dict if (module, name) == ("collections", "OrderedDict") else _Unread
+        return OrderedDict if (module, name) == ("collections", "OrderedDict") else _Unread
 
     def persistent_load(self, pid: Any) -> None:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
@@ -90,17 +89,6 @@ def plain(value: Any) -> Any:
         kind = {"type": type(value).__name__} if isinstance(value, dp_accounting.DpEvent) else {}
         parts = ((field.name, getattr(value, field.name)) for field in attrs.fields(type(value)))
         return kind | {name: plain(part) for name, part in parts if part is not None}
-    return value
-
-
-def finite(value: Any) -> Any:
-    """Returns plain types with a text in place of every number that is not finite."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, Mapping):
-        return {str(key): finite(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
     return value
 
 

@@ -6,13 +6,11 @@ import pytest
 
 import hidden_state_accountants as hsa
 
-pytest.importorskip("typer")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-from hidden_state_accountants.cli.app import run as command
 
 
 def test_the_epsilon_of_the_engine(make_run, tmp_path, capsys):
+    command = pytest.importorskip("hidden_state_accountants.cli.app").run
     run = make_run()
     run.epoch()
     path = tmp_path / "checkpoint.pt"

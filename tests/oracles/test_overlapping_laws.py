@@ -146,7 +146,7 @@ def test_a_domain_that_does_nothing_hides_nothing(changes, decay):
     exact = hsa.LastIterateAccountant(REPLACE_ONE).compose(
         attrs.evolve(event, domain_diameter=math.inf)
     )
-    for diameter in (10.0, 40.0):  # up to 89 standard deviations of the noise
+    for diameter in (30.0, 44.0):  # up to 98 standard deviations of the noise
         guarantee = OverlappingLaws().guarantee(
             attrs.evolve(event, domain_diameter=diameter), REPLACE_ONE
         )
