@@ -31,12 +31,12 @@ from hidden_state_accountants.bounds.solvers.carries import (
     best_carries,
     carried_curve,
 )
-from hidden_state_accountants.bounds.solvers.equal_steps import (
+from hidden_state_accountants.bounds.solvers.shifts import (
     LONG,
     by_tails,
+    least_mu_squared,
     mu_squared_of_equal_steps,
 )
-from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.bounds.solvers.two_places import EpochSums, hidden_places
 from hidden_state_accountants.curves.base import Curve, GaussianMixtureCurve, best_curve, is_smaller
 from hidden_state_accountants.curves.composed import compose_curves

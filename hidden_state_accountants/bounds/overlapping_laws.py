@@ -20,7 +20,7 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
-from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
+from hidden_state_accountants.bounds.solvers.shifts import least_mu_squared
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.by_profile import ProfileCurve, polygon_curve
 from hidden_state_accountants.curves.gaussian import deltas_from_mu

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import numpy as np
@@ -18,17 +19,13 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import validate
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.composition import record_mus
-from hidden_state_accountants.bounds.solvers.all_positions import (
-    mu_squared_after_batches,
-    mu_squared_by_windows,
-    mu_squared_from_start,
-)
-from hidden_state_accountants.bounds.solvers.equal_steps import (
+from hidden_state_accountants.bounds.solvers.shifts import (
     LONG,
     by_tails,
+    least_mu_squared,
+    mu_squared_from_start,
     mu_squared_of_equal_steps,
 )
-from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.events.batch_order import sensitivity_in_clip_norms
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -41,7 +38,6 @@ from hidden_state_accountants.process.noisy_process import (
 
 _BLOCK = 256  # steps whose distances are computed at once
 _ROUNDING = 1e-12  # relative; more than all rounding errors of a block together
-_ONE_BY_ONE = 8  # positions that are quicker each by itself than all at once
 _LARGEST_PRODUCT = 1e150  # of the moduli of a block, and its inverse: far from underflow
 
 
@@ -144,74 +140,64 @@ def worst_mu_squared(process: NoisyProcess) -> float:
     """mu**2 of the worst position of the record (theory 1.2).
 
     With constant parameters and one release that is the batch processed last, whatever c is: the
-    shifts for it, moved to the left, serve every other position.
+    shifts for it, moved to the left, serve every other position. Otherwise windows are tried
+    position by position, beginning with the one that costs most without them.
     """
     positions: Sequence[int] = process.positions
-    if not process.release_steps:
-        if process.is_constant and len(positions) > 1:
-            positions = [(process.num_steps - 1) % process.period]
-        steps = process.num_steps
-        return float(segment_mu_squared(process, 0, steps, positions).max())
-    return float(mu_squared_by_position(process).max())
+    if process.is_constant and not process.release_steps and len(positions) > 1:
+        positions = [(process.num_steps - 1) % process.period]
+    if len(positions) == 1:
+        return _mu_squared_at(process, positions[0])
+    without, worst = mu_squared_by_position(process), 0.0
+    for place in np.argsort(-without).tolist():
+        if without[place] <= worst * (1 + _ROUNDING):
+            break
+        worst = max(worst, min(_mu_squared_at(process, positions[place]), float(without[place])))
+    return worst
 
 
 def mu_squared_by_position(process: NoisyProcess) -> np.ndarray:
-    """mu**2 of everything released, for each of `process.positions` of the record."""
+    """mu**2 of everything released, for each of `process.positions` of the record.
+
+    Of several positions without windows: what a domain or the bounded drift gains is left out.
+    """
     positions = process.positions
-    totals = np.zeros(len(positions))
+    if len(positions) == 1:
+        return np.array([_mu_squared_at(process, positions[0])])
+    return _of_segments(process, lambda a, b: segment_mu_squared(process, a, b, positions))
 
-    @functools.cache
-    def of_shape(first_position: int, length: int) -> np.ndarray:
-        return segment_mu_squared(process, first_position, first_position + length, positions)
 
-    start = 0
+def _mu_squared_at(process: NoisyProcess, position: int) -> float:
+    """mu**2 of everything released for one position, each segment from its best window."""
+    of_segment = functools.partial(_segment_at, process, position)
+    return float(_of_segments(process, of_segment))
+
+
+def _of_segments(process: NoisyProcess, of_segment: Callable[[int, int], Any]) -> Any:
+    """The sum over the segments between releases; equal ones cost the same."""
+    equal = functools.cache(lambda first, length: of_segment(first, first + length))
+    total, start = 0.0, 0
     for end in (*process.release_steps, process.num_steps):
-        if process.is_constant:  # equal segments cost the same
-            totals += of_shape(start % process.period, end - start)
-        else:
-            totals += segment_mu_squared(process, start, end, positions)
+        is_equal = process.is_constant
+        total += equal(start % process.period, end - start) if is_equal else of_segment(start, end)
         start = end
-    return totals
+    return total
 
 
 def segment_mu_squared(
     process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
 ) -> np.ndarray:
-    """mu**2 per position of the steps start+1..stop, from a shared state, ending in a release."""
-    steps = stop - start
-    if process.is_constant and not _may_be_cut(process, steps):
+    """mu**2 per position of the steps start+1..stop, which begin with a shared state."""
+    if process.is_constant:
         return _from_common_start(process, start, stop, positions)
-    if len(positions) == 1 < process.period:
-        return np.array([_segment_at(process, start, stop, positions[0])])
-    if process.is_constant and steps > LONG:
-        if _only_batches_reach_the_domain(process, start, stop):
-            return _windows_after_batches(process, start, stop, positions)
-        of_tails = by_tails(steps, functools.partial(_of_tail, process, start, stop, positions))
-        return np.minimum(of_tails, _from_common_start(process, start, stop, positions))
     by_step = mu_squared_from_start(process, start, stop)
-    if by_step is None:  # the domain or the bounded drift may help
-        if _only_batches_reach_the_domain(process, start, stop):
-            return _windows_after_batches(process, start, stop, positions)
-        if len(positions) <= _ONE_BY_ONE:
-            return np.array([_segment_at(process, start, stop, p) for p in positions])
-        by_step = mu_squared_by_windows(process, start, stop)
-    return _at(process, positions, start, by_step, 0.0)
-
-
-def _of_tail(
-    process: NoisyProcess, start: int, stop: int, positions: Sequence[int], tail: int
-) -> np.ndarray:
-    initial = distance_before_tail(process, stop - start - tail)
-    by_step = mu_squared_by_windows(process, stop - tail, stop, initial)
-    return _at(process, positions, stop - tail, by_step, math.inf)
-
-
-def _at(
-    process: NoisyProcess, positions: Sequence[int], start: int, by_step: np.ndarray, other: float
-) -> np.ndarray:
-    """The entry of each position, of values for the steps from start+1 on."""
+    if by_step is None:  # numbers out of range
+        steps = slice(start, stop)
+        arrays = process.contraction[steps], process.noise_std[steps]
+        each = (process.sensitivity_at(position, steps) for position in positions)
+        return np.array([least_mu_squared(arrays[0], s, arrays[1]) for s in each])
     offsets = (np.asarray(positions) - start) % process.period
-    return np.append(by_step, other)[np.minimum(offsets, len(by_step))]
+    return np.append(by_step, 0.0)[np.minimum(offsets, len(by_step))]
 
 
 def _may_be_cut(process: NoisyProcess, num_steps: int) -> bool:
@@ -281,37 +267,10 @@ def largest_distance(contraction: float, sensitivity: float, period: int, num_st
     return sensitivity * math.exp(log * period) * ratio
 
 
-def _only_batches_reach_the_domain(process: NoisyProcess, start: int, stop: int) -> bool:
-    """Whether D_t can be cut only by R and only at a step whose batch holds the record."""
-    radius = process.domain_diameter
-    if radius == math.inf:
-        return False
-    steps = slice(start, stop)
-    c = process.contraction[steps]
-    excess = (c - process.drift_contraction[steps]) * radius
-    slack = process.drift[steps] - process.sensitivity[steps]
-    return bool((c <= 1).all() and (excess <= slack).all())
+def _segment_at(process: NoisyProcess, position: int, start: int, stop: int) -> float:
+    if process.is_constant and not _may_be_cut(process, stop - start):
+        return float(_from_common_start(process, start, stop, [position])[0])
 
-
-def _windows_after_batches(
-    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
-) -> np.ndarray:
-    def of_tail(tail: int) -> np.ndarray:
-        first, is_whole = stop - tail, tail == stop - start
-        initial = 0.0 if is_whole else distance_before_tail(process, first - start)
-        anywhere = distance_anywhere(process, first, stop, initial)
-        by_step = mu_squared_after_batches(process, first, stop, anywhere, is_whole=is_whole)
-        if by_step is None:
-            by_step = mu_squared_by_windows(process, first, stop, initial)
-        return _at(process, positions, first, by_step, 0.0 if is_whole else math.inf)
-
-    if not process.is_constant or stop - start <= LONG:
-        return of_tail(stop - start)
-    from_start = _from_common_start(process, start, stop, positions)
-    return np.minimum(by_tails(stop - start, of_tail), from_start)
-
-
-def _segment_at(process: NoisyProcess, start: int, stop: int, position: int) -> float:
     def of_tail(tail: int) -> np.ndarray:
         steps = slice(stop - tail, stop)
         before = stop - start - tail

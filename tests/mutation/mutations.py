@@ -965,22 +965,23 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "positions = [process.period - 1]",
             ),
             "last_position_is_the_worst_with_schedules_too": (
+                "if process.is_constant and not process.release_steps and len(positions) > 1:",
+                "if not process.release_steps and len(positions) > 1:",
+            ),
+            "releases_are_ignored": (
+                "if process.is_constant and not process.release_steps and len(positions) > 1:",
                 "if process.is_constant and len(positions) > 1:",
-                "if len(positions) > 1:",
             ),
-            "releases_are_ignored": ("if not process.release_steps:", "if True:"),
         },
-        "theorems/test_all_positions.py": {
-            "only_starts_after_batches_are_tried": (
-                "return bool((c <= 1).all() and (excess <= slack).all())",
-                "return True",
-            ),
+        "theorems/test_shifts.py": {
             "drift_at_the_start_of_a_window_holds_the_record_twice": (
                 "(moved - sensitivity)[is_moved]",
                 "(moved - 2 * sensitivity)[is_moved]",
             ),
-        },
-        "theorems/test_taut_string.py": {
+            "windows_of_the_first_position_stand_for_all": (
+                "if without[place] <= worst * (1 + _ROUNDING):",
+                "if worst:",
+            ),
             "tracking_is_off_by_one": (
                 "known = np.where(is_cut, distances, np.nan)",
                 "known = np.roll(np.where(is_cut, distances, np.nan), -1)",
@@ -992,12 +993,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
         "laws/test_accountants.py::TestReleases": {
             "segment_starts_at_the_beginning_of_the_epoch": (
-                "totals += of_shape(start % process.period, end - start)",
-                "totals += of_shape(0, end - start)",
+                "equal(start % process.period, end - start)",
+                "equal(0, end - start)",
             ),
             "segment_of_a_schedule_starts_with_the_run": (
-                "(process, start, end, positions)",
-                "(process, start % process.period, end, positions)",
+                "if is_equal else of_segment(start, end)",
+                "if is_equal else of_segment(start % process.period, end)",
             ),
         },
         "theorems/test_equal_steps.py": {
@@ -1006,42 +1007,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "offsets = np.asarray(positions) % process.period",
             ),
             "nothing_was_before_the_tail": ("initial_shift=initial,", "initial_shift=0.0,"),
-        },
-    },
-    "bounds/solvers/all_positions.py": {
-        "theorems/test_all_positions.py": {
-            "window_after_a_batch_starts_a_step_early": (
-                "sums.columns(begins, sums.after)",
-                "sums.columns(begins, sums.blocks)",
-            ),
-            "blocks_of_all_positions_have_one_exponent": (
-                "exponents = np.frexp(self.products)[1]",
-                "exponents = 0 * np.frexp(self.products)[1]",
-            ),
-            "blocks_of_all_positions_end_with_the_epoch": (
-                "after[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)",
-                "pass",
-            ),
-            "windows_of_all_positions_start_a_step_early": (
-                "shift, may_start = distances.before(step)",
-                "shift, may_start = distances.before(max(step - 1, 0))",
-            ),
-            "drift_of_all_positions_holds_the_record_twice": (
-                "max(moved[position] - s, 0.0)",
-                "max(moved[position] - 2 * s, 0.0)",
-            ),
-            "windows_of_all_positions_stop_too_early": (
-                "is_open[asked] = blocks.cost[asked] < best[asked]",
-                "is_open[asked] = 2 * blocks.cost[asked] < best[asked]",
-            ),
-            "distances_are_tracked_again_from_another_step": (
-                "distance, is_cut = self._kept[step // self._chunk]",
-                "distance, is_cut = self._kept[max(step // self._chunk - 1, 0)]",
-            ),
-            "windows_are_not_looked_for": (
-                "return bool((stretched > np.minimum(limit, process.domain_diameter)).any())",
-                "return False",
-            ),
         },
     },
     "bounds/solvers/carries.py": {
@@ -1100,18 +1065,6 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "bounds/solvers/equal_steps.py": {
-        "theorems/test_equal_steps.py": {
-            "equal_participations_never_pool": (
-                "np.where(all_pool, cost(pooled(early, third)), some)",
-                "some",
-            ),
-            "late_participations_have_the_gaps_of_early_ones": (
-                "blocks = _blocks(math.log(contraction), period, before, has_gap * gap, last)",
-                "blocks = _blocks(math.log(contraction), period, before, has_gap * period, last)",
-            ),
-        },
-    },
     "bounds/solvers/sampled_windows.py": {
         "theorems/test_subsampling.py": {
             "the_mean_distance_stands_for_all": (
@@ -1139,8 +1092,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
         },
     },
-    "bounds/solvers/taut_string.py": {
-        "theorems/test_taut_string.py": {
+    "bounds/solvers/shifts.py": {
+        "theorems/test_shifts.py": {
             "pooling_in_the_wrong_direction": (
                 "_slopes_fall(new, top) if self._grows_left else _slopes_fall(top, new)",
                 "_slopes_fall(top, new) if self._grows_left else _slopes_fall(new, top)",
@@ -1172,11 +1125,27 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "if self._must_pool(jumped, self._blocks[target]):",
                 "if self._must_pool(block, self._blocks[target]):",
             ),
-        },
-        "theorems/test_all_positions.py": {
             "pooling_is_the_same_on_both_sides": (
                 "_slopes_fall(new, top) if self._grows_left else _slopes_fall(top, new)",
                 "_slopes_fall(new, top)",
+            ),
+            "blocks_of_all_positions_have_one_exponent": (
+                "exponents = np.frexp(self.products)[1]",
+                "exponents = 0 * np.frexp(self.products)[1]",
+            ),
+            "blocks_of_all_positions_end_with_the_epoch": (
+                "after[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)",
+                "pass",
+            ),
+        },
+        "theorems/test_equal_steps.py": {
+            "equal_participations_never_pool": (
+                "np.where(all_pool, cost(pooled(early, third)), some)",
+                "some",
+            ),
+            "late_participations_have_the_gaps_of_early_ones": (
+                "blocks = _blocks(math.log(contraction), period, before, has_gap * gap, last)",
+                "blocks = _blocks(math.log(contraction), period, before, has_gap * period, last)",
             ),
         },
     },

@@ -7,21 +7,24 @@ import attrs
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
-from runs import cyclic_run, mu_at, probe_run
+from runs import cyclic_run, probe_run
 from shift_programs import least_squares_mu_squared
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Reshuffled, ShuffledOnce
+from hidden_state_accountants.bounds.shifted_interpolation import mu_squared_by_position
 from hidden_state_accountants.curves.base import GaussianMixtureCurve, best_curve, known_of
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.curves.hidden_place import HiddenPlaceCurve
+from hidden_state_accountants.process.noisy_process import noisy_process
 
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
 EPSILONS = (0.0, 0.2, 1.0, 2.5)
 
 
 def cyclic_mu(event, position):
-    return mu_at(attrs.evolve(event, batch_order="cyclic"), position)
+    process = noisy_process(attrs.evolve(event, batch_order="cyclic"), SPECIAL)
+    return math.sqrt(mu_squared_by_position(process)[position])
 
 
 class TestShuffledOnce:

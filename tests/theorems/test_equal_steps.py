@@ -15,9 +15,11 @@ from hidden_state_accountants.bounds.shifted_interpolation import (
     mu_squared_by_position,
     worst_mu_squared,
 )
-from hidden_state_accountants.bounds.solvers import equal_steps
-from hidden_state_accountants.bounds.solvers.equal_steps import mu_squared_of_equal_steps
-from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
+from hidden_state_accountants.bounds.solvers import shifts
+from hidden_state_accountants.bounds.solvers.shifts import (
+    least_mu_squared,
+    mu_squared_of_equal_steps,
+)
 from hidden_state_accountants.process.noisy_process import noisy_process
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
@@ -87,7 +89,7 @@ RUNS = {
 
 @pytest.fixture
 def short_is_long(monkeypatch):
-    monkeypatch.setattr(equal_steps, "_TAILS", (32, 128, 256))
+    monkeypatch.setattr(shifts, "_TAILS", (32, 128, 256))
     monkeypatch.setattr(shifted_interpolation, "LONG", 100)
     monkeypatch.setattr(hsa.bounds.data_order, "LONG", 100)
 

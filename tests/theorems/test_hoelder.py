@@ -19,7 +19,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import ChienLi, Hoelder
 from hidden_state_accountants.bounds import hoelder as module
 from hidden_state_accountants.bounds.solvers.optimal_shifts import ShiftProblem, least_mu
-from hidden_state_accountants.bounds.solvers.taut_string import least_mu_squared
+from hidden_state_accountants.bounds.solvers.shifts import least_mu_squared
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.process.noisy_process import noisy_process
 

@@ -2,7 +2,7 @@ r"""Theorem A for a record that is in one batch of every epoch, and a second one
 
 The distances A and C of Theorem F (docs/theory/hidden_place.md): two runs differ in every epoch at
 the place of the record and at its home, by multiples of what one record moves an update. The
-optimum is the isotonic regression of `taut_string`, in which a participation and the steps up to
+optimum is the isotonic regression of `shifts`, in which a participation and the steps up to
 the next one are a block.
 """
 
@@ -14,7 +14,7 @@ import math
 import attrs
 import numpy as np
 
-from hidden_state_accountants.bounds.solvers.taut_string import BlockStack
+from hidden_state_accountants.bounds.solvers.shifts import BlockStack
 from hidden_state_accountants.curves.hidden_place import Places
 from hidden_state_accountants.process.noisy_process import NoisyProcess
 

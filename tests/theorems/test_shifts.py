@@ -2,6 +2,7 @@
 
 import math
 
+import attrs
 import mpmath
 import numpy as np
 import pytest
@@ -12,10 +13,17 @@ from scipy import optimize
 from shift_programs import least_squares_mu_squared, slsqp_mu_squared, windows_mu_squared
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.solvers.taut_string import (
+from hidden_state_accountants.bounds.shifted_interpolation import (
+    mu_squared_by_position,
+    segment_mu_squared,
+    worst_mu_squared,
+)
+from hidden_state_accountants.bounds.solvers.shifts import (
     BlockStack,
     least_mu_squared,
+    mu_squared_from_start,
 )
+from hidden_state_accountants.process.noisy_process import NoisyProcess
 
 
 def random_problem(rng, steps):
@@ -237,3 +245,104 @@ def test_no_amplification_without_contraction(c):
 def test_bad_input(arguments, error, text):
     with pytest.raises(error, match=text):
         hsa.shifted_gdp_mu(*arguments)
+
+
+# --- all positions at once ------------------------------------------------------------------------
+
+
+def random_process(rng):
+    steps = int(rng.integers(1, 300))
+    period = int(rng.integers(1, min(steps + 5, 40)))
+    spread = rng.choice([0.03, 0.5])
+    contraction = np.exp(rng.normal(rng.choice([-0.05, 0.0, 0.05]), spread, steps))
+    contraction[rng.random(steps) < rng.choice([0.0, 0.03])] = 0.0
+    sensitivity = rng.uniform(0.2, 1.0, steps) * (rng.random(steps) < 0.9)
+    noise_std = rng.uniform(0.3, 1.0, steps) * (rng.random(steps) < 0.95)
+    noise_std[-1] += 0.1
+    return NoisyProcess(
+        contraction,
+        sensitivity,
+        noise_std,
+        drift_contraction=rng.uniform(0.9, 1.0, steps),
+        drift=np.maximum(rng.uniform(1.0, 8.0, steps), sensitivity),
+        domain_diameter=float(rng.choice([np.inf, rng.uniform(0.5, 10.0)])),
+        period=period,
+        positions=range(min(period, steps)),
+        release_steps=(),
+        is_constant=False,
+    )
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_all_positions_equal_one_by_itself(seed):
+    rng = np.random.default_rng(seed)
+    process = random_process(rng)
+    if seed % 2:  # else a modulus of 0 leaves no products
+        moduli = np.maximum(process.contraction, 1e-3) ** rng.choice([0.3, 1.0, 20.0])
+        process = attrs.evolve(process, contraction=moduli)
+    found = segment_mu_squared(process, 0, process.num_steps, process.positions)
+    for position, mu_squared in enumerate(found):
+        arrays = process.contraction, process.sensitivity_at(position), process.noise_std
+        alone = least_mu_squared(*arrays)
+        assert alone * (1 - 1e-12) <= mu_squared <= alone * (1 + 1e-9) + 1e-100
+
+
+@pytest.mark.parametrize("seed", seeds(12))
+def test_the_worst_position_is_looked_at_through_its_windows(seed):
+    """A domain and the drift; positions that cost less without windows are not looked at."""
+    process = random_process(np.random.default_rng(seed))
+    each = [worst_mu_squared(attrs.evolve(process, positions=(p,))) for p in process.positions]
+    without = mu_squared_by_position(process) if len(each) > 1 else np.array(each)
+    assert (np.array(each) <= without * (1 + 1e-9) + 1e-100).all()
+    assert worst_mu_squared(process) == pytest.approx(max(each), rel=1e-9)
+
+
+def test_a_window_is_never_longer_than_the_segment():
+    """Releases: each segment has its own, and costs of several positions have none."""
+    process = attrs.evolve(random_process(np.random.default_rng(5)), release_steps=(20, 21))
+    stops = (20, 21, process.num_steps)
+    for position in process.positions:
+        one = attrs.evolve(process, positions=(position,))
+        parts, start = 0.0, 0
+        for stop in stops:
+            inside = slice(start, stop)
+            cut = attrs.evolve(
+                one,
+                release_steps=(),
+                positions=((position - start) % process.period,),
+                **{
+                    name: getattr(one, name)[inside]
+                    for name in (
+                        "contraction", "sensitivity", "noise_std", "drift_contraction", "drift",
+                    )
+                },
+            )  # fmt: skip
+            parts, start = parts + worst_mu_squared(cut), stop
+        assert worst_mu_squared(one) == pytest.approx(parts, rel=1e-9)
+
+
+@pytest.mark.parametrize("rate", [-0.95, 0.95])
+def test_products_of_blocks_stay_in_range(rate):
+    """285 nats: S W of a block is e**855 or its inverse."""
+    steps, period = 300, 3
+    ones, far = np.ones(steps), np.full(steps, 1e300)
+    c, noise_std = np.exp(rate * ones), np.exp(np.linspace(0.0, 5.0, steps))
+    process = NoisyProcess(
+        c, ones, noise_std, far, far, np.inf, period, range(period), (), is_constant=False
+    )
+    found = mu_squared_from_start(process, 0, steps)
+    for position in range(period):
+        alone = least_mu_squared(c, process.sensitivity_at(position), noise_std)
+        assert found[position] == pytest.approx(alone, rel=1e-9)
+
+
+def test_what_underflows_is_not_forgotten():
+    """The second position has mu = 1e-170, whose square no double holds."""
+    ones = np.ones(2)
+    process = NoisyProcess(
+        ones, np.array([1.0, 1e-170]), ones, ones, np.full(2, np.inf), np.inf, 2, range(2), (),
+        is_constant=False,
+    )  # fmt: skip
+    first, second = mu_squared_from_start(process, 0, 2)
+    assert first == pytest.approx(0.5)
+    assert 0 < second < 1e-90
