@@ -33,6 +33,7 @@ _NAMES = {
     "events.last_iterate": "LastIterateDpEvent",
     "events.loss_geometry": "LossGeometry LossKind",
     "events.schedule": "Schedule",
+    "gain": "Gain would_gain",
     "guarantee": "Assumption Guarantee",
     "ledger": "Budget BudgetExceededError budget",
     "losses.envelope": "envelope_smoothing",
