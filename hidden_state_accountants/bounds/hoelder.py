@@ -10,7 +10,6 @@ theta_t is the share of the terms of batch t that are the same for both data set
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Hashable, Iterator, Sequence
 
@@ -33,9 +32,6 @@ from hidden_state_accountants.process.noisy_process import (
 MOST_STEPS = 50_000
 """Steps to optimise over, all positions and releases together; 0.1 to 0.3 ms each."""
 
-MOST_SEQUENCES = 1024
-"""RESHUFFLED averages over every sequence of positions, one for each epoch: at most that many."""
-
 
 @attrs.frozen
 class Hoelder(HiddenStateBound):
@@ -46,8 +42,7 @@ class Hoelder(HiddenStateBound):
       - Released: the last iterate and the iterates after `release_steps`; the mu**2 of the segments
         between releases add up.
       - CYCLIC (public order): the worst position of the record. SHUFFLED_ONCE: the mean over the
-        positions, and neither the order nor its seed is ever published. RESHUFFLED: the mean over
-        the sequences of positions, of which there may be `MOST_SEQUENCES`.
+        positions, and neither the order nor its seed is ever published.
       - Valid for the shifts that are used, which a search chooses: no smaller than the optimum,
         and in the tests within 1e-3 of it. Never above composition.
       - Assumptions: those of `LastIterateDpEvent`, and that `loss` holds for every record on the
@@ -59,9 +54,7 @@ class Hoelder(HiddenStateBound):
     """
 
     key = "hoelder"
-    orders = (
-        BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE, BatchOrder.RESHUFFLED,
-    )  # fmt: skip
+    orders = (BatchOrder.FULL, BatchOrder.CYCLIC, BatchOrder.SHUFFLED_ONCE)
     is_linear = False
     is_hoelder = True
     paper = Citation(
@@ -74,11 +67,6 @@ class Hoelder(HiddenStateBound):
         unmet = list(dict.fromkeys([*of_process, *self.at_a_glance(event)]))
         if not unmet:
             process = noisy_process(event, relation, is_linear=False)
-            if event.batch_order is BatchOrder.RESHUFFLED:
-                digits = _epochs(process) * math.log10(process.period)
-                if digits > math.log10(MOST_SEQUENCES):
-                    required = f"at most {MOST_SEQUENCES} sequences of positions to average over"
-                    return [UnmetCondition("secret orders", required, f"10**{digits:.1f}")]
             steps = _steps_to_optimise(event, process)
             if steps > MOST_STEPS:
                 required = f"at most {MOST_STEPS} over all positions and releases"
@@ -88,22 +76,22 @@ class Hoelder(HiddenStateBound):
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The worst position of a public order, the mean over the positions of a secret one."""
         process = noisy_process(event, relation, is_linear=False)
-        mus = mu_by_sequence(event, process, relation)
+        mus = mus_of(event, process, relation)
         curve: Curve = GaussianCurve(float(mus.max()))
-        if event.batch_order in (BatchOrder.SHUFFLED_ONCE, BatchOrder.RESHUFFLED):
+        if event.batch_order is BatchOrder.SHUFFLED_ONCE:
             every = np.zeros(max(process.period, len(mus)))  # a run may end before a position
             every[: len(mus)] = mus
             curve = GaussianMixtureCurve(np.full(len(every), 1 / len(every)), every)
         return Proof(curve=curve, theorem=f"{self.cited('Theorem A')}, Hölder gradient")
 
 
-def mu_by_sequence(
+def mus_of(
     event: LastIterateDpEvent, process: NoisyProcess, relation: NeighboringRelation
 ) -> np.ndarray:
-    """mu of everything released, for each of `_sequences`."""
+    """mu of everything released, for each of `_patterns`."""
     known: dict[Hashable, float] = {}
     mus = []
-    for holds in _sequences(event, process):
+    for holds in _patterns(event, process):
         mu = 0.0
         for steps, key in _segments(process, holds):
             if key not in known:
@@ -138,27 +126,19 @@ def shift_problem(
     )
 
 
-def _sequences(event: LastIterateDpEvent, process: NoisyProcess) -> Iterator[np.ndarray]:
+def _patterns(event: LastIterateDpEvent, process: NoisyProcess) -> Iterator[np.ndarray]:
     """Yields which steps have the record: for the worst position, or all that are equally likely.
 
     With a public order, constant parameters and one release the batch processed last is worst: the
     shifts for it, moved to the left, serve every other position.
     """
     steps, period = np.arange(process.num_steps), process.period
-    if event.batch_order is BatchOrder.RESHUFFLED:
-        for sequence in itertools.product(range(period), repeat=_epochs(process)):
-            yield np.repeat(sequence, period)[: len(steps)] == steps % period
-        return
     positions: Sequence[int] = process.positions
     is_public = event.batch_order is not BatchOrder.SHUFFLED_ONCE
     if is_public and process.is_constant and not process.release_steps and len(positions) > 1:
         positions = ((process.num_steps - 1) % period,)
     for position in positions:
         yield steps % period == position
-
-
-def _epochs(process: NoisyProcess) -> int:
-    return -(-process.num_steps // process.period)
 
 
 def _segments(process: NoisyProcess, holds: np.ndarray) -> Iterator[tuple[slice, Hashable]]:
@@ -175,7 +155,7 @@ def _segments(process: NoisyProcess, holds: np.ndarray) -> Iterator[tuple[slice,
 def _steps_to_optimise(event: LastIterateDpEvent, process: NoisyProcess) -> int:
     """Number of steps to optimise, or one above MOST_STEPS; a lookup counts as a step."""
     seen, total = set(), 0
-    for holds in _sequences(event, process):
+    for holds in _patterns(event, process):
         for steps, key in _segments(process, holds):
             total += 1 if key in seen else steps.stop - steps.start
             seen.add(key)
