@@ -26,7 +26,6 @@ from hidden_state_accountants.curves.by_profile import ProfileCurve, polygon_cur
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import UNIT
 from hidden_state_accountants.curves.profiles import Deltas, polygon
-from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process import conditions
 from hidden_state_accountants.process.conditions import UnmetCondition
@@ -51,12 +50,13 @@ _ROUNDED_UP = 1 + 1e-9  # more than what sums of a few hundred positive terms lo
 
 @attrs.frozen
 class OverlappingLaws(HiddenStateBound):
-    """Theorem D for FULL batches projected on a small set.
+    """Theorem D for FULL and CYCLIC runs on a small set.
 
     Formal guarantees:
       - Relation: as for `ShiftedInterpolation`.
       - Released: the last iterate alone. Steps that differ all count as the worst one: the largest
-        modulus, the largest sensitivity, the least noise; steps of learning rate 0 do not count.
+        modulus, the largest sensitivity, the least noise. Steps of learning rate 0 do not count: at
+        both ends of a run; with full batches anywhere.
       - The figure does not depend on the number of steps: no longer run has a larger one.
       - (epsilon, delta) only: no Renyi divergences, no mu-GDP.
       - Assumptions: those of `ShiftedInterpolation`.
@@ -65,7 +65,6 @@ class OverlappingLaws(HiddenStateBound):
     """
 
     key = "overlapping_laws"
-    orders = (BatchOrder.FULL,)
     needs_domain = True
     paper = Citation(
         "Bok, Su, Altschuler 2024",
@@ -78,7 +77,7 @@ class OverlappingLaws(HiddenStateBound):
     ) -> tuple[UnmetCondition, ...]:
         """A contractive process on a bounded domain that the noise fills, and no releases."""
         unmet = (
-            *unmet_conditions(event, relation, self.orders),
+            *unmet_conditions(event, relation),
             *conditions.last_iterate_alone(event),
             *conditions.bounded_domain(event),
         )
@@ -102,56 +101,94 @@ class _Steps:
 
     Attributes:
         contraction: An upper bound on c of every step.
-        sensitivity: An upper bound on s of every step.
+        sensitivity: An upper bound on s of a step whose batch holds the record.
         distance: The domain's diameter: no two states are farther apart. How far apart two runs
             with the same noise are does not matter here: states that are left over when the laws
             are matched are no such runs, and may be at opposite ends.
+        period: Steps from one participation to the next.
     """
 
     contraction: float
     sensitivity: float
     distance: float
+    period: int
 
     @classmethod
     def of(cls, process: NoisyProcess) -> _Steps:
-        # A step of learning rate 0 is one map for both data sets, which brings no two states
-        # farther apart.
-        is_idle = (process.sensitivity == 0) & (process.noise_std == 0) & (process.contraction <= 1)
-        steps = slice(1) if process.is_constant else np.flatnonzero(~is_idle)
+        steps = _steps_that_count(process)
         if not len(process.contraction[steps]):
-            return cls(1.0, 0.0, 0.0)
+            return cls(1.0, 0.0, 0.0, process.period)
         c = float(process.contraction[steps].max())
         s = float(process.sensitivity[steps].max())
         sigma = float(process.noise_std[steps].min())
         if not sigma:
-            return cls(c, math.inf if s else 0.0, math.inf if s else 0.0)
-        return cls(c, s / sigma, process.domain_diameter / sigma)
+            return cls(c, math.inf if s else 0.0, math.inf if s else 0.0, process.period)
+        return cls(c, s / sigma, process.domain_diameter / sigma, process.period)
 
-    def mus(self, number: int) -> tuple[float, float]:
-        """The mu of a window of some steps, from one state and from any two."""
-        ones = np.ones(number)
-        arrays = self.contraction * ones, self.sensitivity * ones, ones
-        of_two = least_mu_squared(*arrays, initial_shift=self.distance)
-        return math.sqrt(least_mu_squared(*arrays)), math.sqrt(of_two)
+    def mus(self, stretches: list[tuple[int, bool]]) -> tuple[float, float]:
+        """mu of a window from one state, and from any two; inf where numbers overflow.
+
+        Args:
+            stretches: Numbers of steps, and whether the record is in the first one of them. It is
+                in no other: all noise of a stretch is that of one step.
+        """
+        with np.errstate(over="ignore", invalid="ignore"):
+            c, s, sigma = values = np.array([self._stretch(*stretch) for stretch in stretches]).T
+        if not np.isfinite(values).all():  # an expanding update over a long epoch
+            return math.inf, math.inf
+        of_two = least_mu_squared(c, s, sigma, initial_shift=self.distance)
+        return math.sqrt(least_mu_squared(c, s, sigma)), math.sqrt(of_two)
+
+    def _stretch(self, steps: int, has_record: bool) -> tuple[float, float, float]:
+        """Modulus, sensitivity and noise, as seen after the last of its steps."""
+        powers = np.float64(self.contraction) ** np.arange(steps)
+        sensitivity = self.sensitivity * powers[-1] if has_record else 0.0
+        return self.contraction * powers[-1], sensitivity, math.sqrt(powers @ powers)
+
+    def epochs(self, number: int, *, first: bool) -> tuple[float, float]:
+        """`mus` of some epochs, the record in the first step of each or in the last one."""
+        whole, others = (self.period, True), self.period - 1
+        if first or not others:
+            return self.mus([whole] * number)
+        return self.mus([(others, False), *[whole] * (number - 1), (1, True)])
+
+
+def _steps_that_count(process: NoisyProcess) -> slice | np.ndarray:
+    """All but those of learning rate 0, if the others are a run of the same period.
+
+    Such a step is one map for both data sets, which brings no two states farther apart.
+    """
+    if process.is_constant:
+        return slice(1)
+    is_idle = (process.sensitivity == 0) & (process.noise_std == 0) & (process.contraction <= 1)
+    count = np.flatnonzero(~is_idle)
+    if process.period == 1 or not len(count):
+        return count
+    return slice(count[0], count[-1] + 1)
 
 
 @functools.lru_cache(maxsize=16)  # a run is asked about after every epoch, and nothing has changed
 def _curve(steps: _Steps) -> Curve:
-    """The curve after windows one after the other, each as long as the last one or half as long."""
+    """Windows that end with a participation, or begin with one and are followed by one more."""
     if not steps.sensitivity:
         return GaussianCurve(0.0)
-    mus = functools.cache(steps.mus)
+    firsts = [False] if steps.period == 1 else [False, True]
+    return min((_of_windows(steps, first) for first in firsts), key=lambda c: c.epsilon(_DELTA))
+
+
+def _of_windows(steps: _Steps, first: bool) -> Curve:
+    """Windows one after the other, each as long as the last one or half as long."""
+    mus = functools.cache(functools.partial(steps.epochs, first=first))
     length = 1
     while 2 * length <= _LONGEST and mus(2 * length)[1] < mus(length)[1]:
         length *= 2
     apart = mus(length)[1]
     if apart > _LARGEST_MU:
-        return GaussianCurve(apart)
+        return GaussianCurve(math.inf if first else apart)
     profile = StateProfile.of(_gaussian(apart), _reach(apart))
     now = profile.curve.epsilon(_DELTA)
 
-    def after(number: int) -> tuple[float, StateProfile]:
-        same, two = mus(number)
+    def after(same: float, two: float) -> tuple[float, StateProfile]:
         following = profile.after(_gaussian(same), _gaussian(two), _reach(same))
         return following.curve.epsilon(_DELTA), following
 
@@ -159,9 +196,9 @@ def _curve(steps: _Steps) -> Curve:
         if now == 0:
             break
         before = now
-        epsilon, following = after(length)
+        epsilon, following = after(*mus(length))
         if length > 1:
-            shorter, other = after(length // 2)
+            shorter, other = after(*mus(length // 2))
             if not epsilon < shorter:
                 length, epsilon, following = length // 2, shorter, other
         if epsilon < before:
@@ -170,6 +207,8 @@ def _curve(steps: _Steps) -> Curve:
             if length == 1:
                 break
             length //= 2
+    if first:
+        profile = after(*steps.mus([(1, True)]))[1]
     return profile.curve
 
 

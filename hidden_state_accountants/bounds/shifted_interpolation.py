@@ -37,6 +37,7 @@ from hidden_state_accountants.process.noisy_process import (
 )
 
 _BLOCK = 256  # steps whose distances are computed at once
+_MOST_SCANNED = 500_000  # steps times positions: a second
 _ROUNDING = 1e-12  # relative; more than all rounding errors of a block together
 _LARGEST_PRODUCT = 1e150  # of the moduli of a block, and its inverse: far from underflow
 
@@ -159,7 +160,7 @@ def worst_mu_squared(process: NoisyProcess) -> float:
 def mu_squared_by_position(process: NoisyProcess) -> np.ndarray:
     """mu**2 of everything released, for each of `process.positions` of the record.
 
-    Of several positions without windows: what a domain or the bounded drift gains is left out.
+    See `segment_mu_squared`: of many positions without windows.
     """
     positions = process.positions
     if len(positions) == 1:
@@ -187,7 +188,20 @@ def _of_segments(process: NoisyProcess, of_segment: Callable[[int, int], Any]) -
 def segment_mu_squared(
     process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
 ) -> np.ndarray:
-    """mu**2 per position of the steps start+1..stop, which begin with a shared state."""
+    """mu**2 per position of the steps start+1..stop, which begin with a shared state.
+
+    Windows are tried in a domain, for few positions of a short run.
+    """
+    found = _without_windows(process, start, stop, positions)
+    if process.domain_diameter < math.inf and len(positions) * (stop - start) <= _MOST_SCANNED:
+        windows = [_segment_at(process, position, start, stop) for position in positions]
+        found = np.minimum(found, windows)
+    return found
+
+
+def _without_windows(
+    process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
+) -> np.ndarray:
     if process.is_constant:
         return _from_common_start(process, start, stop, positions)
     by_step = mu_squared_from_start(process, start, stop)

@@ -50,7 +50,7 @@ class TestReferenceRun:
     def test_explanation(self):
         guarantee = hsa.LastIterateAccountant().compose(probe_run()).guarantee
         assert "Theorem A" in guarantee.theorem
-        text = guarantee.explain()
+        text = guarantee.explain(bounds=True)
         assert "REPLACE_SPECIAL" in text
         assert "composition: not smaller for this run" in text
         assert {a.status for a in guarantee.assumptions} == {Status.DECLARED, Status.PUBLIC}

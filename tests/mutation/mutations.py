@@ -928,9 +928,17 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
                 "sigma = float(process.noise_std[steps].mean())",
             ),
             "states_that_are_left_over_are_as_near_as_coupled_runs": (
-                "return cls(c, s / sigma, process.domain_diameter / sigma)",
-                "near = min(process.domain_diameter, s / max(1 - c, 1e-9))\n"
-                "        return cls(c, s / sigma, near / sigma)",
+                "return cls(c, s / sigma, process.domain_diameter / sigma, process.period)",
+                "near = min(process.domain_diameter, s / max(1 - c**process.period, 1e-9))\n"
+                "        return cls(c, s / sigma, near / sigma, process.period)",
+            ),
+            "last_participation_is_not_counted": (
+                "        profile = after(*steps.mus([(1, True)]))[1]\n",
+                "        profile = profile\n",
+            ),
+            "pauses_of_a_cyclic_run_are_passed_over_anywhere": (
+                "if process.period == 1 or not len(count):",
+                "if True:",
             ),
             "steps_without_noise_are_pauses": (
                 "is_idle = (process.sensitivity == 0) & (process.noise_std == 0)",

@@ -89,13 +89,18 @@ def run(**changes):
     return hsa.LastIterateDpEvent(**(arguments | changes))
 
 
+CYCLIC = {"batch_order": "cyclic", "batch_size": 2, "dataset_size": 6, "num_steps": 12}
 RUNS = {
     "wide noise": run(),
     "narrow noise": run(noise_multiplier=1.2, num_steps=12),
     "small steps": run(learning_rate=0.1, noise_multiplier=6.0, num_steps=60),
     "decay": run(weight_decay=0.2),
+    "cyclic": run(**CYCLIC),
     "schedules": run(
         noise_multiplier=np.resize([3.0, 4.5, 3.0], 24), learning_rate=np.linspace(0.6, 0.5, 24)
+    ),
+    "cyclic, small steps": run(
+        **CYCLIC | {"num_steps": 30}, learning_rate=0.2, noise_multiplier=2.0
     ),
 }
 
@@ -131,10 +136,15 @@ def test_no_run_on_an_interval_has_more(name):
 
 
 PAUSES = {"learning_rate": np.where(np.arange(3000) % 5 < 2, 0.0, 0.6)}
+WARM_UP = {"learning_rate": np.where(np.abs(np.arange(3000) - 1500) < 1499, 0.6, 0.0)}
 
 
 @pytest.mark.parametrize("decay", [0.02, 0.2, 0.9])
-@pytest.mark.parametrize("changes", [{}, PAUSES], ids=["full", "full with pauses"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, CYCLIC, PAUSES, CYCLIC | WARM_UP],
+    ids=["full", "cyclic", "full with pauses", "cyclic with a warm-up"],
+)
 def test_a_domain_that_does_nothing_hides_nothing(changes, decay):
     """Two runs with the same noise stay close, but what is left of their laws does not.
 
@@ -203,11 +213,24 @@ def test_what_it_is_not_about():
         ("domain_diameter", run(domain_diameter=math.inf)),
         ("domain_diameter", run(domain_diameter=46.0)),  # 102 standard deviations of the noise
         ("releases", run(release_steps=(5,))),
-        ("batch order", run(batch_order="cyclic", batch_size=2)),
+        ("batch order", run(batch_order="poisson", batch_size=2)),
     ]
     for condition, event in refused:
         unmet = OverlappingLaws().check(event, REPLACE_ONE)
         assert condition in {u.condition for u in unmet}
+
+
+@pytest.mark.parametrize("batches", [513, 800, 40_000])
+def test_updates_that_expand_beyond_all_numbers_hide_nothing(batches):
+    """2.1 to the power of 800 is 1e257, and no number is as large as its square."""
+    event = run(
+        **CYCLIC | {"batch_size": 1, "dataset_size": batches, "num_steps": 2 * batches},
+        learning_rate=1.0,
+        loss=hsa.LossGeometry.smooth(1.1),
+    )
+    guarantee = OverlappingLaws().guarantee(event, REPLACE_ONE)
+    assert guarantee.delta(0.0) == 1
+    assert guarantee.epsilon(1e-6) == math.inf
 
 
 def test_without_noise_nothing_is_hidden():
@@ -215,12 +238,25 @@ def test_without_noise_nothing_is_hidden():
     assert unmet.actual == "inf"
 
 
-def paused(*pauses):
+def test_a_probability_is_never_beyond_one():
+    """Little noise, a wide domain: the divergences are 1 but for rounding."""
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=4.77, learning_rate=2.02, clip_norm=0.0143, batch_size=4,
+        dataset_size=12, num_steps=2, batch_order="cyclic",
+        loss=hsa.LossGeometry.generalized_linear(smoothness=1.0), domain_diameter=2.4,
+    )  # fmt: skip
+    guarantee = OverlappingLaws().guarantee(event, REPLACE_ONE)
+    assert guarantee.delta(0.0) == 1
+    assert guarantee.epsilon(1.0) == 0
+
+
+def paused(*pauses, period=1, rate=0.6):
     """12 steps and pauses before the given ones of them."""
-    rates = [0.6] * 12
+    rates = [rate] * 12
     for place in sorted(pauses, reverse=True):
         rates.insert(place, 0.0)
-    return run(num_steps=len(rates), learning_rate=rates)
+    cyclic = CYCLIC if period > 1 else {}
+    return run(**cyclic | {"num_steps": len(rates), "learning_rate": rates})
 
 
 def test_pauses_are_passed_over():
@@ -231,6 +267,10 @@ def test_pauses_are_passed_over():
     assert steady < 20
     for pauses in ((0,), (0, 0, 12), (5,), (0, 3, 7, 12)):
         assert epsilon(paused(*pauses)) == steady
+    in_order = epsilon(run(**CYCLIC))
+    for pauses in ((0,), (12,), (0, 0, 12)):
+        assert epsilon(paused(*pauses, period=3)) == in_order
+    assert OverlappingLaws().check(paused(5, period=3), REPLACE_ONE)  # epochs of other lengths
     assert epsilon(run(num_steps=2, learning_rate=[0.0, 0.0])) == 0
 
 
