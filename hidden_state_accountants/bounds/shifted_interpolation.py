@@ -152,7 +152,7 @@ def worst_mu_squared(process: NoisyProcess) -> float:
     without, worst = mu_squared_by_position(process), 0.0
     for place in np.argsort(-without).tolist():
         if without[place] <= worst * (1 + _ROUNDING):
-            break
+            return max(worst, float(without[place]))
         worst = max(worst, min(_mu_squared_at(process, positions[place]), float(without[place])))
     return worst
 
