@@ -83,13 +83,13 @@ def _advice(record: RecordedRun, delta: float) -> list[str]:
     if len(events) > 1 or not guarantee.theorem.startswith("composition"):
         return []
     if record.why_not_known:
-        why = [f"every step counts: {record.why_not_known}"]
+        why = [f"Every step counts: {record.why_not_known}."]
     elif getattr(events[0], "loss", ...) is None:
         why = [_NO_LOSS] if record.optimizer.update.is_plain_sgd else []
     else:  # the batches are what is easiest changed, and seldom the cause
         reasons = guarantee.alternatives
         others = [one for one in reasons if not one[1].startswith("batch order")]
-        why = [f"not used: {name}: {reason}" for name, reason in [*others, *reasons][:1]]
+        why = [f"Not used: {name}: {reason}." for name, reason in [*others, *reasons][:1]]
     return [*why, *report_lines(events[0], guarantee.neighboring_relation, delta)]
 
 
