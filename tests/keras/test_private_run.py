@@ -114,7 +114,7 @@ class TestEager:
         run.step()
         assert run.privacy_event.release_steps == (RECORDS // BATCH,)
         assert run.get_epsilon(DELTA) > hidden
-        assert "in poisson order" in run.report(DELTA)
+        assert ", poisson (" in run.report(DELTA)
 
     def test_a_budget_counts_a_run_before_it_and_refuses_one_inside(self):
         run = private_run("head")
