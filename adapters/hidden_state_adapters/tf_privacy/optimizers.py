@@ -521,27 +521,20 @@ class DiceOptimizer(PrivateOptimizer):
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
 class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
-    r"""DPKerasSGDOptimizer that feeds back, clipped again, what the clip cut off.
+    """DPKerasSGDOptimizer that feeds back, clipped again, what the clip cut off; see `DiceUpdate`.
 
-    .. math::
-        v_t = \frac1B \sum_{i \in B_t} \mathrm{clip}(g_i, C_1) + \mathrm{clip}(e_t, C_2), \quad
-        e_{t+1} = e_t + \frac1B \sum_{i \in B_t} g_i - v_t, \quad e_0 = 0
-
-    and Keras' SGD takes a step along :math:`v_t + \mathcal{N}(0, \sigma_1^2 I)`,
-    :math:`\sigma_1 = \text{noise_multiplier} \cdot C_1 / B`. All variables are clipped as one
-    vector with exactly min(1, C/|v|). It is used like DPKerasSGDOptimizer: the loss must be a
-    vector with one entry per example (``reduction="none"``), in `Model.fit` (graph, eager or XLA;
-    `HiddenStateCallback` records the run) and in own loops that call `minimize`, or
-    `_compute_gradients` and `apply_gradients`; of these declare the `DiceSgdDpEvent`.
+    Keras' SGD takes a step along the noisy updates. All variables are clipped as one vector with
+    exactly min(1, C/|v|). It is used like `CyclicDPKerasSGDOptimizer`; of a loop of your own
+    declare the `DiceSgdDpEvent`.
 
     Formal guarantees:
       - Those of the `DiceSgdDpEvent` of the run under `hidden_state_accountants.DiceSgdAccountant`:
         all iterates, all noisy updates and all that is computed from them are released. So
         momentum, Nesterov and learning rates that depend on released values are covered: they never
-        see :math:`v_t` without noise. The error's recursion does not know them.
+        see an update without noise. The error's recursion does not know them.
       - The error is in no file (.keras, .h5, SavedModel, tf.train.Checkpoint, weights), config,
-        pickle, copy or text. So a loaded or copied optimizer starts ANOTHER run with e = 0; compose
-        the events of both.
+        pickle, copy or text. So a loaded or copied optimizer starts ANOTHER run without error;
+        compose the events of both.
       - Trusted, and read by the callback after every step: as of `CyclicDPKerasSGDOptimizer`.
         `last_step` shows values without noise.
 
@@ -550,12 +543,8 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
         noise_multiplier: Standard deviation of the noise on the SUM of clipped gradients over C_1,
             as everywhere in TF Privacy. At equal noise the epsilon is larger than that of DP-SGD.
         num_microbatches: None, or the number of rows: one example each.
-        error_l2_norm_clip: Clip norm C_2 > 0, in units of the MEAN update; None is C_1, as the
-            paper recommends. One example moves the clipped mean by C_1 / B, but can move the
-            clipped error by up to 2 C_2 in every step: without a gradient bound choose it far
-            smaller.
-        automatic: Normalise instead of clip: C v/|v|, and 0 at 0. A gradient bound is then of no
-            use.
+        error_l2_norm_clip: As for `DiceUpdate`.
+        automatic: As for `DiceUpdate`.
         expected_batch_size: Public divisor B of the sums, for batches of varying size (Poisson,
             accounted with probability B/N; take the step of an empty batch, too). For fixed shapes
             fill such a batch up with rows whose loss is multiplied by 0. None: every batch has the
@@ -564,9 +553,8 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
             decay, name; the others at their neutral values.
 
     Raises:
-        TypeError, ValueError: An argument has an impossible value.
-        UnsupportedRunError: Gradient clipping by Keras, accumulation of gradients, several
-            replicas, loss scaling, a loss that is reduced already.
+        TypeError, ValueError, UnsupportedRunError: As `CyclicDPKerasSGDOptimizer`; momentum is
+            taken.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
     """
@@ -604,18 +592,10 @@ class DiceKerasAdamOptimizer(DiceOptimizer, legacy.Adam):
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
 class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
-    r"""DP-MBCD: lists of variables are blocks, updated in turn on the same batch.
+    """DP-MBCD: lists of variables are blocks, updated in turn; see `BlockCoordinateUpdate`.
 
-    `minimize(loss, blocks)` makes for each block, with the loss evaluated anew,
-
-    .. math::
-        \theta \leftarrow \mathrm{Prox}_{\eta, r}\Big(\theta - \frac{\eta}{b}\Big(
-            \sum_{i \in B} \mathrm{clip}_C(\nabla_\theta f_i) + \mathcal{N}(0, (z C)^2 I)
-        \Big)\Big), \qquad r = l_1 |\theta|_1 + \tfrac{l_2}{2} |\theta|^2
-
-    with C = `l2_norm_clip`, z = `noise_multiplier`, the gradient of one example for one block
-    clipped as one vector, and r restricted to :math:`\theta \ge 0` if `nonnegative`. In the
-    `train_step` of a model::
+    `minimize(loss, blocks)` updates each block, with the loss evaluated anew and r = l1 |v|_1 +
+    l2/2 |v|^2, restricted to v >= 0 if `nonnegative`. In the `train_step` of a model::
 
         blocks = [layer.trainable_variables for layer in self.layers]
         self.optimizer.minimize(lambda: self.compute_loss(x, y, self(x, training=True)), blocks)
@@ -647,9 +627,8 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
         **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
 
     Raises:
-        UnsupportedRunError: Momentum, gradient clipping by Keras, several replicas, loss scaling
-            (mixed precision), a loss that is already reduced, a tensor for several blocks.
-        TypeError, ValueError: An argument has an impossible value.
+        TypeError, ValueError, UnsupportedRunError: As `CyclicDPKerasSGDOptimizer`; a tensor as the
+            loss of several blocks.
 
     Source: Chen & Liu 2025 (arXiv 2407.08233), Algorithm 1, with a constant step size and the
         gradients clipped (not the step size, which would depend on the examples).
