@@ -9,3 +9,5 @@ class UnsupportedRunError(privacy_accountant.UnsupportedEventError, ValueError):
     It is both an `UnsupportedEventError` (so that code written for dp-accounting catches it) and a
     `ValueError`. The text names the condition, the value that violates it and the remedy.
     """
+
+    ag_pass_through = True  # AutoGraph raises it as it is, also where TensorFlow traces a function

@@ -18,7 +18,13 @@ import numpy as np
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import Assumption, BlockCoordinateDpEvent, LossGeometry, Schedule
+from hidden_state_accountants import (
+    Assumption,
+    BlockCoordinateDpEvent,
+    LossGeometry,
+    Schedule,
+    UnsupportedRunError,
+)
 from hidden_state_accountants.runs import algorithms
 from hidden_state_accountants.runs.run import Run, Step
 from hidden_state_accountants.runs.statement import Statement
@@ -27,7 +33,6 @@ from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_ad
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 from hidden_state_adapters.tf_privacy.lineage import Lineage, RunState
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import (
@@ -109,7 +114,7 @@ class UpdateRule:
             plan: Batches; None in a loop that nobody records.
         """
         if settings.needs_plain_sgd and not update.is_plain_sgd:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected plain SGD with {settings.needs_plain_sgd}, got {update.name}: no "
                 "theorem here covers hidden iterates of another update. Compile with "
                 "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or leave the argument "
@@ -315,7 +320,7 @@ class Algorithm:
         with tf.init_scope():  # the step may be traced
             has_stepped = self.has_stepped
         if has_stepped:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected the blocks of the first step, got other variables or another order: one "
                 "run trains the same blocks throughout. Use another optimizer for other blocks."
             )
@@ -325,7 +330,7 @@ class Algorithm:
         """Raises UnsupportedRunError if noise was made that no step was taken with."""
         entry = self.last_step
         if entry.drawn != entry.steps:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Noisy gradients were computed {entry.drawn} times, but {entry.steps} steps were "
                 "taken: the others were refused or interrupted. What ended the run may depend on "
                 f"the examples. Start again with another optimizer. {entry.problem}".rstrip()
@@ -413,7 +418,7 @@ class Algorithm:
             UnsupportedRunError: The text says which.
         """
         if declared.gradient_bound < math.inf and not self._rule.takes_gradient_bound:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected gradient_bound for a Dice optimizer, got "
                 f"{type(self.update.optimizer).__name__}. Say loss_geometry, or nothing."
             )
@@ -458,7 +463,7 @@ class Algorithm:
         run = self.with_steps_ahead(self.new_run(declared), ahead)
         event = run.event()
         if run.release_steps[:-1] and isinstance(event, BlockCoordinateDpEvent):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected no released epochs with target_epsilon, got {self.kind} with "
                 "ModelCheckpoint or EarlyStopping: its event does not know them, so that noise "
                 "would be found for hidden ones. Give noise_multiplier, or leave the callback out."
@@ -474,7 +479,7 @@ class Algorithm:
         first, plan = run.num_steps, self._plan
         is_function = callable(self.given_rate) and not _is_schedule(self.given_rate)
         if is_function and self.known_loss is not None:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a number or a schedule of Keras as learning rate with target_epsilon, "
                 "EarlyStopping or save_best_only, got a function: epsilon depends on the rates of "
                 "all steps. Use tf.keras.optimizers.schedules."
@@ -537,12 +542,12 @@ class Algorithm:
 
 def _check_replicas(rule: UpdateRule, update: Update) -> None:
     if rule.why_one_replica:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected no distribution strategy with {type(rule).__name__}, got a "
             f"MirroredStrategy: {rule.why_one_replica}. Train in one."
         )
     if not update.is_plain_sgd:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected plain SGD in a MirroredStrategy, got {update.name}: Keras' other "
             "optimizers exchange gradients themselves, in every replica. Use "
             "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or no strategy."
@@ -583,7 +588,7 @@ def _refuse_tensor_float_32() -> None:
         tf.config.list_physical_devices("GPU")
         and tf.config.experimental.tensor_float_32_execution_enabled()
     ):
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected full float32 on the GPU, got TensorFloat-32 (TensorFlow's default): "
             "gradients rounded to 10 bits do not have the declared smoothness. Call "
             "tf.config.experimental.enable_tensor_float_32_execution(False)."
@@ -617,7 +622,7 @@ def rule_of(plain: Mapping[str, Any], optimizer: Any) -> Any:
         importlib.import_module(plain["module"])
     kind = tf.keras.utils.get_registered_object(plain["name"])
     if kind is None:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected the class {plain['name']}, which the model was compiled with, got none of "
             "this name. Decorate it with tf.keras.utils.register_keras_serializable, and import it "
             "before the model is loaded."

@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.runs.algorithms import BlockCoordinate
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, Blocks, UpdateRule, as_meant
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import Update, check_variables
 
@@ -32,7 +32,9 @@ def blocks_of(given: Any, trained: Sequence[Any] = ()) -> Blocks:
     items = list(items) if isinstance(items, list | tuple) else [items]
     nested = [isinstance(item, list | tuple) for item in items]
     if any(nested) and not all(nested):
-        raise refusal("Expected a list of variables or a list of such lists, got both in one list.")
+        raise UnsupportedRunError(
+            "Expected a list of variables or a list of such lists, got both in one list."
+        )
     blocks = items if any(nested) else [items]
 
     def variable(item: Any) -> Any:
@@ -62,13 +64,13 @@ def check_blocks(blocks: Blocks, trained: Sequence[Any]) -> None:
     """
     others = [item for block in blocks for item in block if not isinstance(item, tf.Variable)]
     if others:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected blocks of variables, got {others[0]!r}. Pass layer.trainable_variables of "
             "one layer, or of several, for each block."
         )
     seen = [variable.ref() for block in blocks for variable in block]
     if not blocks or not all(blocks) or len(set(seen)) < len(seen):
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected blocks that have variables, each variable in one block, got "
             f"{[[variable.name for variable in block] for block in blocks]}."
         )
@@ -77,7 +79,7 @@ def check_blocks(blocks: Blocks, trained: Sequence[Any]) -> None:
     given, own_refs = ({variable.ref() for variable in part} for part in (trained, own))
     if given != own_refs:
         outside = [variable.deref().name for variable in given ^ own_refs]
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected blocks that are together the trainable variables of the model, got "
             f"{sorted(outside)} in one and not in the other. Set layer.trainable = False for "
             "what is not trained."
@@ -137,14 +139,14 @@ class BlockCoordinateUpdate(UpdateRule):
     def check(self, settings: Settings, update: Update, plan: BatchPlan | None) -> None:
         """See `UpdateRule.check`."""
         if settings.projection_radius is not None:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected projection_radius = None with BlockCoordinateUpdate, got "
                 f"{settings.projection_radius}: there is none in the "
                 "algorithm. Use prox=Regulariser(l2=...)."
             )
         if not update.is_plain_sgd or update.weight_decay or callable(update.given_rate):
             what = update.name if not update.is_plain_sgd else "a weight_decay or a schedule"
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected plain SGD with a constant learning rate in BlockCoordinateUpdate, got "
                 f"{what}: the bound on DP-MBCD is about one step size. For a decay pass "
                 "prox=Regulariser(l2=...) to the model."

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import BatchOrder, LossGeometry, validate
+from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError, validate
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.batch_plans import EqualPlan
 from hidden_state_adapters.tf_privacy import keras_api
@@ -23,7 +23,6 @@ from hidden_state_adapters.tf_privacy.record import (
     RecordedRun,
     checked_relation,
 )
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.report import PrivacyReport
 from hidden_state_adapters.tf_privacy.settings import Declared
@@ -116,7 +115,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         self._checkpoints_stay_private = checkpoints_stay_private
         self._metrics_stay_private = metrics_stay_private
         if isinstance(loss_geometry, str):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected loss_geometry to be a LossGeometry or None, got {loss_geometry!r}: what "
                 "fit trains is not known here. Train make_private(model, ..., "
                 "feature_norm=...) with the same optimizer in compile."
@@ -162,7 +161,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         self._is_checked = True
         if self._data is not None:
             if self._data.passes == self._passes:
-                raise refusal(
+                raise UnsupportedRunError(
                     "Expected fit on the data of the callback, got something else, or data with "
                     "class_weight: which examples share a batch is not known. Pass to fit what the "
                     "callback was given, as it is; make_private(model) deals arrays itself, and "
@@ -170,7 +169,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
                 )
             keras_api.build(self.model, self._data)
         elif not keras_api.is_built(self.model):
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a model that is built, got one without variables. Pass data= to the "
                 "callback, or call model.build before fit."
             )
@@ -183,20 +182,20 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
     def _new_record(self) -> RecordedRun:
         self._optimizer = optimizer = self.model.optimizer
         if not isinstance(optimizer, PrivateOptimizer):
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer, "
                 "DiceKerasAdamOptimizer or BlockCoordinateKerasOptimizer in compile, got "
                 f"{type(optimizer).__name__}: its steps cannot be checked."
             )
         if getattr(self.model.compiled_loss, "_user_loss_weights", None) is not None:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected compile(loss_weights=None), got weights: they change the loss that is "
                 "accounted. Drop them."
             )
         declared = self._declared
         if optimizer.settings.loss_geometry is not None:
             if declared.geometry is not None:
-                raise refusal(
+                raise UnsupportedRunError(
                     "Expected loss_geometry in one place, got one of the optimizer and one of its "
                     "run. Leave it out of the optimizer."
                 )
@@ -221,7 +220,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
 
     def _go_on(self) -> None:
         if self.model.optimizer is not self._optimizer:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected the optimizer of the run so far, got another one. Use a callback of its "
                 "own for every run, and compose their events."
             )
@@ -263,7 +262,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
     def _recorded(self) -> RecordedRun:
         record = self._record
         if self._is_within_fit and record and record.has_begun and not record.has_ended:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Within fit only target_delta shows an epsilon, that of every epoch. If it is "
                 f"over, {INTERRUPTED}"
             )
@@ -312,5 +311,7 @@ def _sizes(
         ("dataset_size", dataset_size, (held.given, held.used)),
     ):
         if own is not None and own not in known:
-            raise refusal(f"Expected {name} = {known[-1]} of the data, got {own}. Leave it out.")
+            raise UnsupportedRunError(
+                f"Expected {name} = {known[-1]} of the data, got {own}. Leave it out."
+            )
     return held.batch_size, held.used

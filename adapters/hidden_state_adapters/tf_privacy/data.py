@@ -15,7 +15,6 @@ import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.public_numbers import warn_of_equal
-from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _logger = logging.getLogger("hidden_state_accountants")
 _ONE_EXAMPLE = "One record is one example: no view, window or augmentation of it a second time, "
@@ -175,7 +174,7 @@ def _read(source: Any, y: Any, steps: int | None) -> tuple[tuple[Any, ...], int 
     is_batched = True
     if isinstance(source, tf.data.Dataset):
         if int(source.cardinality()) == tf.data.INFINITE_CARDINALITY:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a finite Dataset, got an infinite one. Drop repeat(): Model.fit repeats "
                 "the epochs."
             )
@@ -185,17 +184,17 @@ def _read(source: Any, y: Any, steps: int | None) -> tuple[tuple[Any, ...], int 
     else:
         items = _generated(source, steps)
     if not items:
-        raise refusal(f"Expected at least one example, got an empty {kind}.")
+        raise UnsupportedRunError(f"Expected at least one example, got an empty {kind}.")
     items = [item if isinstance(item, tuple) else (item,) for item in items]
     if len(set(map(len, items))) > 1:
-        raise refusal("Expected weights in all batches or in none, got them in some.")
+        raise UnsupportedRunError("Expected weights in all batches or in none, got them in some.")
     join = np.concatenate if is_batched else np.stack
     rows = [tf.nest.flatten(item) for item in items]
     columns = [list(map(np.asarray, parts)) for parts in zip(*rows, strict=True)]
     for parts in columns:
         shapes = list(dict.fromkeys(part.shape[is_batched:] for part in parts))
         if len(shapes) > 1 or (is_batched and not all(part.ndim for part in parts)):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected examples of one shape, got {shapes[0]} and {shapes[-1]}. If they are "
                 "batches, pass dataset.unbatch(); else pad the examples."
             )
@@ -205,7 +204,7 @@ def _read(source: Any, y: Any, steps: int | None) -> tuple[tuple[Any, ...], int 
 
 def _generated(source: Any, steps: int | None) -> list[Any]:
     if steps is None:
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected steps_per_epoch, the batches of one pass, with a generator, got None: it is "
             "read once, into memory, and has to end. Say the number, or pass arrays or a "
             "keras.utils.Sequence."
@@ -213,7 +212,7 @@ def _generated(source: Any, steps: int | None) -> list[Any]:
     found = list(itertools.islice(source, steps + 1))
     if len(found) != steps:
         more = "more: it may go on with the same examples, each of which would count as several"
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected a generator of steps_per_epoch = {steps} batches, got "
             f"{more if len(found) > steps else len(found)}. Let it end after one pass; epochs "
             "are for fit to make."
@@ -250,7 +249,7 @@ def _check_each_once(arrays: Any, *, is_read: bool) -> None:
         return
     parts = [np.ascontiguousarray(part) for part in given]
     if any(map(_slides, parts[: len(tf.nest.flatten(arrays[0]))])):  # not the targets
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected examples that do not overlap, got windows that do, each of which begins with "
             "a part of the one before it: what happened at one time would be in several examples, "
             f"each protected by itself. {_ONE_EXAMPLE} Move a window by its whole length."
@@ -259,7 +258,7 @@ def _check_each_once(arrays: Any, *, is_read: bool) -> None:
     if len(set(map(hash, rows))) == len(parts[0]):
         return
     if is_read:
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected every example once, got equal ones from what was read: a Dataset with "
             "repeat() or joined with a copy of itself, a generator or Sequence that draws with "
             "replacement, or goes round again, gives an example several times, each protected by "
@@ -418,14 +417,14 @@ class HeldExamples:
         self._is_read = isinstance(x, sources) or inspect.isgenerator(x)
         if self._is_read:
             if weights.of_examples is not None:
-                raise refusal(
+                raise UnsupportedRunError(
                     f"Expected sample_weight = None when x is a {type(x).__name__}, got weights: "
                     "whose they are depends on its order. Let it give triples (example, target, "
                     "weight), or pass arrays."
                 )
             found, self.batch_size = _read(x, y, steps)
             if len(found) not in (2, 3):
-                raise refusal(
+                raise UnsupportedRunError(
                     "Expected pairs (example, target), or triples with weights, got "
                     f"{len(found)} parts."
                 )
@@ -464,7 +463,7 @@ class HeldExamples:
             return self.given  # of which this is a copy
         found = HeldExamples(x, y, weights, steps)
         if found._digest != self._digest:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected the examples of the run so far, got others: the run is about one data "
                 "set. Pass the same arrays to every call of fit; or compile again, which begins "
                 "another run, composed with this one."
@@ -499,7 +498,7 @@ def _gathered(structure: Any, indices: tf.Tensor) -> Any:
 def _copied(name: str, structure: Any) -> Any:
     def copied(part: Any) -> tf.Tensor:
         if not isinstance(part, np.ndarray | tf.Tensor) and not hasattr(part, "__array__"):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected {name} as an array, or a structure of arrays, got {type(part).__name__}."
             )
         array = np.array(part)  # a copy, which tf.convert_to_tensor may share

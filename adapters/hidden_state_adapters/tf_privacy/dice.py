@@ -22,7 +22,6 @@ from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_accountants.runs.algorithms import DiceSGD
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings, check_scale
 from hidden_state_adapters.tf_privacy.step import PlainSGD, Update, joint_norm
 
@@ -258,12 +257,12 @@ class DiceUpdate(UpdateRule):
         """See `UpdateRule.check`."""
         for name, why in DiceSGD.unknown.items():
             if getattr(settings, name) is not None:
-                raise refusal(
+                raise UnsupportedRunError(
                     f"Expected {name} = None with DiceUpdate, got {getattr(settings, name)}: {why}."
                     " Leave it out."
                 )
         if plan is not None and self.divisor not in (None, plan.batch_size):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected expected_batch_size = None or {plan.batch_size}, the divisor of every "
                 f"batch, got {self.divisor}. Leave it out."
             )

@@ -18,8 +18,8 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.python.util import _pywrap_util_port
 
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.rowwise import takes_examples_alone
 
 Losses = Callable[[Any, Any], tf.Tensor]
@@ -123,7 +123,7 @@ def for_each_row(of_row: Callable[[Any], Any], rows: Any) -> Any:
         # AutoGraph may have raised the error again, without them.
         if not any(frame.filename.endswith("parallel_for/pfor.py") for frame in frames):
             raise
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected a loss and a model that TensorFlow can vectorize, got one that it cannot "
             f"({error!s:.200}): every example is differentiated by itself, and vectorized_map "
             "does not take the gradients of tf.map_fn, tf.scan and tf.cond, among others. Write "
@@ -153,23 +153,23 @@ def check_loss(
     """
     loss = tf.convert_to_tensor(loss)
     if loss.dtype not in _PRECISIONS:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected a loss in float32 or float64, got {loss.dtype.name}. Train without mixed "
             "precision."
         )
     if loss.shape.rank is None:
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected a loss of known rank with one entry per example, got one of unknown rank. "
             "Give it a shape with tf.ensure_shape."
         )
     if loss.shape.rank == 0:
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected a loss with one entry per example, got a scalar: the examples were averaged "
             'before their gradients could be clipped. Use reduction="none" in the loss, and no '
             "kernel_regularizer or add_loss (weight_decay is outside the clip)."
         )
     if not may_have_axes and _may_be_broadcast(loss.shape):
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected a loss of shape (examples,), one entry for each, got "
             f"{tuple(loss.shape[1:])} for each: targets of shape (b,) beside outputs of shape "
             "(b, 1) are broadcast to (b, b), and every entry depends on all examples. Give targets "
@@ -178,9 +178,9 @@ def check_loss(
         )
     rows = loss.shape[0]
     if rows == 0 and not may_be_empty:
-        raise refusal("Expected at least one example in a batch, got none.")
+        raise UnsupportedRunError("Expected at least one example in a batch, got none.")
     if None not in (rows, num_microbatches) and rows != num_microbatches:
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected num_microbatches = None, or one for each example of the batch, got "
             f"{num_microbatches}. Microbatches of several examples double the sensitivity; leave "
             "num_microbatches out."
@@ -294,7 +294,7 @@ class ThroughLinearLayers:
                 outputs = self._model(examples, training=True)
         refuse_added_losses(self._model)
         if not self._are_all(calls):
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected every trained layer to be called once, as in the first batch, got "
                 f"{len(calls)} calls of {len(self._layers)} layers."
             )
@@ -406,7 +406,7 @@ def of_products(
 def refuse_added_losses(model: Any) -> None:
     """Raises UnsupportedRunError if the pass that has just been made added losses."""
     if model.losses:
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected no regularisation losses (kernel_regularizer, add_loss), got "
             f"{len(model.losses)} added in the forward pass: they are outside of the loss of an "
             "example. Drop them, or use the weight_decay of SGD."
@@ -417,13 +417,13 @@ def _refuse_what_is_not_vectorized(model: Any) -> None:
     """Raises UnsupportedRunError for layers that vectorized_map cannot take."""
     for layer in model._flatten_layers(include_self=False):
         if isinstance(layer, keras_api.layers.TextVectorization):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected numbers as examples, got text for {layer.name}: vectorized_map, which "
                 "clips every example by itself, cannot split strings. Call the layer before fit, "
                 "x = layer(x), and make the model without it."
             )
         if isinstance(layer, tf.keras.layers.RNN) and layer.trainable_weights and not layer.unroll:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected recurrent layers with unroll=True, got {layer.name} without: their "
                 "steps are a loop of TensorFlow, whose gradients vectorized_map, which clips every "
                 f"example by itself, cannot take. Pass {type(layer).__name__}(..., unroll=True), "
@@ -458,7 +458,7 @@ def _refuse_broken_products(model: Any) -> None:
         return
     for layer in model._flatten_layers(include_self=False):
         if any(kind in type(layer).__name__ for kind in ("Attention", "Einsum")):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected a TensorFlow that multiplies every example with what belongs to it, got "
                 f"{tf.__version__} with oneDNN, and {layer.name}, a layer with products of "
                 "sequences: it reads beyond the end of a matrix there (tensorflow#117700). Set the "

@@ -33,7 +33,6 @@ from hidden_state_adapters.tf_privacy.head_losses import (
     is_squared_error,
     known_loss,
 )
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.rowwise import takes_examples_alone
 from hidden_state_adapters.tf_privacy.settings import Declared
 
@@ -85,7 +84,7 @@ class Head:
         ]
         if len(heads) != 1:
             names = ", ".join(sorted(variable.name for variable in keras_api.trained(model)))
-            raise refusal(
+            raise UnsupportedRunError(
                 "feature_norm= needs a model in which one Dense layer is "
                 "trained and the rest is frozen (layer.trainable = False), got trainable variables "
                 f"{names}. {LEAVE_OUT}"
@@ -129,7 +128,7 @@ class Head:
         blocks = [of(first, first + _BLOCK) for first in range(0, number, _BLOCK)]
         found = blocks[0] if len(blocks) == 1 else tf.concat(blocks, 0)
         if not _are_close(of(0, _BLOCK, training=True), blocks[0]):
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected features that are a fixed map of the examples, got other ones in "
                 "training mode (Dropout or noise before the head?): their norm is not known. Call "
                 f"these layers with training=False, or leave them out. {DECLARE}"
@@ -159,7 +158,7 @@ class Head:
                 some = tf.nest.map_structure(lambda part, own=own: _lengthened(part, own), some)
             made = self._pass(some, training=False)[:own]
             if not _are_close(made, tf.gather(features, rows[:own])):
-                raise refusal(
+                raise UnsupportedRunError(
                     "Expected features of every example by itself, got other ones for examples in "
                     "another batch, beside longer ones, or alone: means, norms and ranks over the "
                     "batch before the head have to go. Clipping bounds nothing then."
@@ -183,14 +182,14 @@ class Head:
         # Keras 2 also calls the layers of a Sequential model on symbols, for other numbers of rows.
         known = [call for call in calls if hasattr(call[0], "numpy")]
         if len(known) > 1 or not calls or (known and known[0][1] is not output):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected the output of the model to be that of {self.layer.name}, got something "
                 f"else after {len(known)} calls of the layer: the loss is then not the one of a "
                 f"linear prediction. End the model with this layer. {LEAVE_OUT}"
             )
         features = (known or calls)[0][0]
         if not known or features.ndim != 2:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected features of shape (examples, entries) at {self.layer.name}, got "
                 f"{features!r:.80}: several rows of an example are not one linear prediction, and "
                 "the features of a model whose call is a tf.function cannot be measured. Flatten "
@@ -262,7 +261,7 @@ def look_at(
         why_not = _without_norm(model, losses, y) if is_of_use else ""
         return Known(declared, None, [Assumption.checked(_SINGLY)], why_not)
     if tf.nest.is_nested(y):
-        raise refusal("Expected one array of targets beside feature_norm, got several.")
+        raise UnsupportedRunError("Expected one array of targets beside feature_norm, got several.")
     head = Head(model)
     features = head.features(x)
     check_norms(features, norm)
@@ -335,7 +334,7 @@ def check_norms(features: tf.Tensor, feature_norm: float) -> None:
     warn_of_longest(norms, feature_norm)
     worst = int(np.argmax(np.where(np.isnan(norms), np.inf, norms)))
     if not norms[worst] <= feature_norm * (1 + SLACK):
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected features of norm at most feature_norm = {feature_norm:.8g} at the "
             f"linear layer, got {norms[worst]:.8g} for example {worst} of the data "
             "set. Scale every example down to the declared norm by itself, or declare a "
@@ -364,7 +363,7 @@ def check_smoothness(
     square = float(tf.reduce_max(tf.reduce_sum(tf.square(tf.cast(features, tf.float64)), 1)))
     smoothness = 2 * (square + head.has_bias) / head.outputs
     if not smoothness <= declared.smoothness * (1 + 2 * SLACK):
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected loss_geometry with smoothness >= {smoothness:.6g}, the curvature of Keras' "
             f"MeanSquaredError at the longest features of the data, got {declared.smoothness:.6g}. "
             "Keras' loss has no factor 1/2: LossGeometry.squared_error(feature_norm, scale=2), or "

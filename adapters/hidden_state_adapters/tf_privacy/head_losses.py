@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_accountants import LossGeometry
+from hidden_state_accountants import LossGeometry, UnsupportedRunError
 from hidden_state_accountants.losses import linear
 from hidden_state_accountants.losses.linear import LinearLoss
 from hidden_state_adapters.tf_privacy import keras_api
@@ -25,7 +25,6 @@ from hidden_state_adapters.tf_privacy.losses import (
     TENSORFLOW,
     EnvelopeSparseCategoricalCrossentropy,
 )
-from hidden_state_adapters.tf_privacy.refusals import refusal
 
 LEAVE_OUT = (
     "Leave out loss_geometry= and feature_norm=: every step then counts, whatever the model and "
@@ -58,7 +57,7 @@ class RowLosses:
             (given,) = tf.nest.flatten(given)  # ["mse"]
         if given is None or tf.nest.is_nested(given):
             what = "none" if given is None else "several"
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected one loss for the one output of the model, got {what}: "
                 "compile(loss=...) with a name, a function or an object of Keras. (Several losses "
                 "can be added up in one function of several outputs that are concatenated.)"
@@ -80,7 +79,7 @@ class RowLosses:
             UnsupportedRunError: The loss has not one row for each example.
         """
         if tf.nest.is_nested(outputs) or tf.nest.is_nested(targets) or targets is None:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected one tensor of targets and one of outputs, got "
                 f"{_type(targets)} and {_type(outputs)}. Concatenate several outputs."
             )
@@ -191,7 +190,9 @@ def known_loss(losses: RowLosses, activation: str, outputs: int, y: Any) -> Head
     if is_envelope:
         _check_activation(activation, "linear", kind.__name__)
         if outputs != 1 and kind in OF_ONE_OUTPUT:
-            raise refusal(f"Expected one output for {kind.__name__}, got {outputs}. Use Dense(1).")
+            raise UnsupportedRunError(
+                f"Expected one output for {kind.__name__}, got {outputs}. Use Dense(1)."
+            )
         geometry = loss.geometry
     else:
         known = _linear_loss(loss, kind, activation, outputs)
@@ -229,26 +230,26 @@ def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> Linear
     name = kind.__name__
     if kind not in _LINEAR:
         known = ", ".join(kind.__name__ for kind in _LINEAR)
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected one of the envelope losses of this package, or {known} of "
             f"Keras, got {getattr(loss, '__name__', name)}. {DECLARE}"
         )
     options, undone = keras_api.options_of(loss) if isinstance(loss, kind) else {}, _LINEAR[kind][1]
     for option, neutral in _NEUTRAL.items():
         if options.get(option, neutral) != neutral:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected {option} = {neutral} in {name}, whose constants are known then, got "
                 f"{options[option]!r}. {DECLARE}"
             )
     _check_activation(activation, "linear" if options.get("from_logits") else undone, name)
     smoothing, delta = options.get("label_smoothing", 0.0), options.get("delta", 1.0)
     if not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected a number label_smoothing between 0 and 1, got {smoothing!r}: smoothed "
             "targets are no probabilities then."
         )
     if not isinstance(delta, int | float) or not 0 < delta < math.inf:
-        raise refusal(f"Expected a number delta > 0, got {delta!r}. {DECLARE}")
+        raise UnsupportedRunError(f"Expected a number delta > 0, got {delta!r}. {DECLARE}")
     if undone == "softmax":
         return linear.softmax(TENSORFLOW, outputs, smoothing=smoothing)
     if undone == "sigmoid":
@@ -262,7 +263,7 @@ def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> Linear
 
 def _check_activation(activation: str, expected: str, name: str) -> None:
     if activation != expected:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected a last layer with activation {expected!r} for {name}, got "
             f"{activation!r}: the loss has unknown constants then. Use Dense(...) without "
             f"activation, and from_logits=True where the loss has it. {DECLARE}"
@@ -280,7 +281,7 @@ def labels(y: Any, classes: int) -> np.ndarray:
     fits = (found >= 0) & (found < classes) & (found == np.round(found))
     if found.shape[1] != 1 or not fits.all():
         bad = found[~fits.all(axis=1)][:1].tolist() or f"rows of {found.shape[1]}"
-        raise refusal(f"Expected labels from 0 to {classes - 1} as targets, got {bad}.")
+        raise UnsupportedRunError(f"Expected labels from 0 to {classes - 1} as targets, got {bad}.")
     return found[:, 0].astype(np.int64)
 
 
@@ -293,7 +294,7 @@ def numbers(y: Any, outputs: int) -> np.ndarray:
     found = np.asarray(y, dtype=np.float64)
     found = found.reshape(len(found), -1)
     if found.shape[1] != outputs:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected {outputs} targets for each example, one for every output, got "
             f"{found.shape[1]}: targets must have the shape of the outputs that they are compared "
             "with."
@@ -305,7 +306,7 @@ def _check_targets(targets: np.ndarray, is_fine: Any, wanted: str) -> None:
     fits = np.isfinite(targets.reshape(len(targets), -1)).all(axis=1) & is_fine
     if not fits.all():
         bad = int(np.argmin(fits))
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected {wanted} as targets, got {targets[bad].tolist()} for example {bad} of the "
             "data set: the constants of the loss do not hold for it."
         )

@@ -19,10 +19,9 @@ import numpy as np
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import validate
+from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared
 
 _BEHIND = "_hidden_state_runs"  # attribute of variables and layers
@@ -72,7 +71,7 @@ class PastRun:
         if newest is not None and newest.whole is not None:
             why = "the fit that trained it is not over."
         if why:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected initial weights whose privacy is known, got some that a private run "
                 f"trained: {why} Start from other weights (that they do not depend on the examples "
                 "is then declared by you)."
@@ -82,7 +81,7 @@ class PastRun:
         if self.num_steps == newest.run.num_steps:
             newest.release()
         elif self.num_steps not in newest.run.release_steps:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected the newest weights of a private run, got those that step "
                 f"{self.num_steps} left: the run went on to step {newest.run.num_steps}, and the "
                 "weights in between count as hidden. Start from the newest ones, or call release() "
@@ -210,13 +209,13 @@ class Lineage:
         """
         other, steps = _newest.get(state.run_id, self), state.num_steps
         if other.released > steps:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected the newest released state of the run, got that of step {steps}: the "
                 f"weights after step {other.released} were released and would be forgotten. Go on "
                 "from there, or later."
             )
         if other.steps > steps and not discard_later_steps:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected the newest state of the run, got that of step {steps}: {other.steps} "
                 "steps were taken. If nothing that the later ones computed was ever seen by "
                 "anybody, nor made you go back, say discard_later_steps=True; it becomes a listed "
@@ -408,18 +407,18 @@ class RunState:
             ),
         ):  # fmt: skip
             if expected != found:
-                raise refusal(
+                raise UnsupportedRunError(
                     f"The state is of another run: expected {name} = {expected}, got {found}. "
                     f"{remedy}."
                 )
         if optimizer.hidden_state and self.private is None:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected a state with {optimizer.hidden_state}, got one without it: with another "
                 "one it would not be the run that is accounted. Save it with "
                 "include_private_state=True, stays_private=True."
             )
         if fingerprint(keras_api.variables(model)) != self.weights:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected the weights that the last recorded step left, got others. Load the model "
                 "that was saved together with the state."
             )

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 import tensorflow as tf
 
-from hidden_state_accountants import validate
+from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import (
     UpdateRule,
@@ -26,7 +26,6 @@ from hidden_state_adapters.tf_privacy.lineage import (
     plain_runs_of,
 )
 from hidden_state_adapters.tf_privacy.other_callbacks import refuse_moved_rates
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.report import PrivacyReport
 from hidden_state_adapters.tf_privacy.run import Continued, Given, PrivateRun
 from hidden_state_adapters.tf_privacy.settings import Settings
@@ -109,12 +108,12 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
                 optimizer nor model says l2_norm_clip.
         """
         if loss_weights is not None:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected loss_weights = None, got {loss_weights!r}: there is one loss. Scale it, "
                 "or add several losses up in one function."
             )
         if weighted_metrics is not None:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected weighted_metrics = None, got {weighted_metrics!r}: the weights of fit "
                 "are factors of the losses, and of nothing else here. Pass metrics=."
             )
@@ -276,7 +275,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         Raises:
             UnsupportedRunError: Always: the model deals its batches itself.
         """
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected fit, got train_step or train_on_batch: the model deals its batches itself. "
             "For a loop of your own ask PrivateRun for the steps."
         )
@@ -289,7 +288,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         for name in _OWN:
             own = getattr(PrivateTraining, name)
             if getattr(type(self), name) is not own or name in vars(self):
-                raise refusal(
+                raise UnsupportedRunError(
                     f"Expected the {name} of {PrivateTraining.__name__}, got another one: what it "
                     "trains is not known. Override call, or ask PrivateRun for the steps."
                 )
@@ -326,7 +325,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         """
         read = RunState.of_plain(state)
         if self._run is not None and self._run.record.has_begun:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a model without steps of its own, got one with a run. Load the model "
                 "that was saved together with the state, or compile again."
             )
@@ -342,7 +341,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         """
         is_h5 = str(filepath).endswith((".h5", ".hdf5"))
         if keras_api.IS_KERAS_3 and is_h5 and type(self._rule) not in (type(None), UpdateRule):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected a .keras file of a model that is compiled with "
                 f"{type(self._rule).__name__}, got {filepath}: Keras 3 loads .h5 with its "
                 "optimizer alone, which is another algorithm. Save as .keras."
@@ -577,12 +576,12 @@ def make_private(model: Any, **settings: Any) -> PrivateTraining:
 
 def _check_fit(validation_split: float, shuffle: Any, settings: Settings) -> None:
     if validation_split:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected validation_split = 0, got {validation_split!r}. Split the data before, and "
             "pass validation_data."
         )
     if shuffle is not True:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected shuffle = True, got {shuffle!r}: the model deals its batches by batch_order "
             f'= "{settings.order.value}". For a fixed order say batch_order="cyclic".'
         )

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from hidden_state_accountants import BatchOrder, Regulariser, validate
+from hidden_state_accountants import BatchOrder, Regulariser, UnsupportedRunError, validate
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
 from hidden_state_adapters.tf_privacy.blocks import BlockCoordinateUpdate, blocks_of, check_blocks
@@ -29,7 +29,6 @@ from hidden_state_adapters.tf_privacy.lineage import (
     plain_runs,
     remember,
 )
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import Settings, check_scale
 from hidden_state_adapters.tf_privacy.step import (
@@ -66,7 +65,7 @@ def _without(neutral: Mapping[str, Any], options: dict[str, Any]) -> dict[str, A
             why = "no theorem here covers it. Drop it."
             if option == "gradient_accumulation_steps":
                 why = "every batch is a step, with its own noise. Use a larger batch_size."
-            raise refusal(f"Expected {option} = {expected}, got {value!r}: {why}")
+            raise UnsupportedRunError(f"Expected {option} = {expected}, got {value!r}: {why}")
     return options
 
 
@@ -178,7 +177,7 @@ class PrivateOptimizer(legacy.Optimizer):
             UnsupportedRunError: It took steps, or there is no such run.
         """
         if taken := self.last_step.steps:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected an optimizer without steps, got one with {taken} that were not "
                 "recorded. Pass the callback to every call of fit, or compile with a fresh "
                 "optimizer and account both runs."
@@ -212,7 +211,9 @@ class PrivateOptimizer(legacy.Optimizer):
     ) -> list[tuple[Any, Any]]:
         """Returns the noisy mean of clipped gradients, of a loss with one entry per example."""
         if grad_loss is not None:
-            raise refusal("Expected grad_loss = None, got weights of the losses. Drop them.")
+            raise UnsupportedRunError(
+                "Expected grad_loss = None, got weights of the losses. Drop them."
+            )
         if not callable(loss) and tape is None:
             raise ValueError("Expected a `tape` with a loss that is a tensor, got none.")
         self._pending, self._was_dp_gradients_called = None, True
@@ -227,7 +228,7 @@ class PrivateOptimizer(legacy.Optimizer):
         step = self._steps_of(variables).step
         blocks = [[id(v) for v in block] for block in step.blocks]
         if (own := [id(v) for v in variables]) not in blocks:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected the variables of the steps before, in the same order, got "
                 f"{len(variables)}, not the same. Construct another optimizer for another set."
             )
@@ -255,7 +256,7 @@ class PrivateOptimizer(legacy.Optimizer):
         given = [id(gradient) for gradient, _ in grads_and_vars]
         pending, self._pending = self._pending, None
         if pending is None or given != [id(gradient) for gradient in pending[1][0]]:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected the gradients that _compute_gradients returned last, each list once and "
                 "in the same tf.function, got others: they are not the noisy mean that is "
                 "accounted."
@@ -277,7 +278,7 @@ class PrivateOptimizer(legacy.Optimizer):
         Raises:
             UnsupportedRunError: Always: this is the way of TensorFlow 1 graphs and Estimators.
         """
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected minimize or _compute_gradients, got get_gradients: TensorFlow 1 graphs and "
             "Estimators are not supported. Use Model.fit or an own loop."
         )
@@ -292,13 +293,13 @@ class PrivateOptimizer(legacy.Optimizer):
         """
         kind = type(self)
         if not kind.__module__.startswith("hidden_state_adapters."):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected one of this package's optimizers in compile, got {kind.__name__}, a "
                 "subclass: the model makes the steps itself, and would not call it. Train it with "
                 "HiddenStateCallback."
             )
         if self.last_step.steps:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected an optimizer without steps in compile, got a {kind.__name__} that took "
                 "some: the model makes its own, with another count. Pass a new one."
             )
@@ -461,7 +462,7 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
     def _plain(self) -> Any:
         rate = self._given_rate
         if callable(rate) and not isinstance(rate, _Schedule):
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a number or a schedule of Keras as learning_rate of an optimizer that a "
                 "model is compiled with, got a function. Use tf.keras.optimizers.schedules."
             )
@@ -648,7 +649,7 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
         **kwargs: Any,
     ):
         if isinstance(learning_rate, _Schedule):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected a constant learning_rate, got {learning_rate!r}: the bound on DP-MBCD "
                 "is about one step size."
             )
@@ -685,7 +686,7 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
         """
         blocks = blocks_of(var_list)
         if len(blocks) > 1 and (not callable(loss) or tape is not None):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected a function as loss, got a tensor or a tape: the loss is evaluated anew "
                 f"for each of the {len(blocks)} blocks. In Model.fit override train_step and call "
                 "optimizer.minimize(lambda: ..., blocks) there (docs/papers/block_coordinate.md)."

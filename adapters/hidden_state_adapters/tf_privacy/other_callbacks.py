@@ -7,8 +7,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.refusals import refusal
 
 _callbacks = tf.keras.callbacks
 _WRITE_METRICS = (_callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
@@ -50,24 +50,24 @@ def releases_of(
                     "(HiddenStateSequential, make_private) with validation_data_is_public=True, "
                     "and pass validation_data and a val_ metric; else leave it out."
                 )
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected steps that are fixed in advance, got {name}: it chooses them, or the "
                 f"model, by a metric that depends on the data. {instead}"
             )
         if isinstance(callback, (_callbacks.BackupAndRestore, *keras_api.OTHER_CALLBACKS)):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected no {name}: the files that it writes, or the weights that it puts in, "
                 "are not followed here. Drop it, or use ModelCheckpoint."
             )
         if isinstance(callback, _WRITE_METRICS) and not metrics_stay_private:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected no {name}: it writes losses and metrics of the training data, which "
                 "have no privacy guarantee. Drop it, or declare metrics_stay_private=True."
             )
         if not isinstance(callback, _callbacks.ModelCheckpoint):
             continue
         if callback.save_best_only and not (public_validation and _chooses_by_validation(callback)):
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected ModelCheckpoint(save_best_only=False), got True: it chooses the model by "
                 "a metric. Release the last model."
             )
@@ -77,7 +77,7 @@ def releases_of(
         after_steps |= each_step
         is_before = own is not None and position < list(callbacks).index(own)
         if not callback.save_weights_only and (each_step or is_before):
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected ModelCheckpoint after HiddenStateCallback in callbacks and with "
                 'save_freq="epoch": a saved model holds the metrics of the epoch, computed from '
                 "the training data, unless HiddenStateCallback has reset them. Reorder, use "
@@ -110,7 +110,7 @@ def foreign_among(callbacks: Iterable[Any]) -> set[str]:
 def refuse_moved_rates(callbacks: Sequence[Any]) -> None:
     """Raises UnsupportedRunError if a callback sets the rates of steps that are accounted ahead."""
     if any(isinstance(callback, _callbacks.LearningRateScheduler) for callback in callbacks):
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected no LearningRateScheduler with target_epsilon, EarlyStopping or "
             "save_best_only, got one: steps are accounted before they are made, with the rate "
             "of the moment. Give the optimizer a schedule, tf.keras.optimizers.schedules."

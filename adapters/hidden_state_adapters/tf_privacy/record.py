@@ -10,13 +10,19 @@ from typing import Any, NoReturn
 import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
-from hidden_state_accountants import Assumption, BatchOrder, Guarantee, RunRecorder, validate
+from hidden_state_accountants import (
+    Assumption,
+    BatchOrder,
+    Guarantee,
+    RunRecorder,
+    UnsupportedRunError,
+    validate,
+)
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm
 from hidden_state_adapters.tf_privacy.lineage import PastRun, RunState, fingerprint, runs_behind
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.settings import Declared
 from hidden_state_adapters.tf_privacy.step import StepEntry
 from hidden_state_adapters.tf_privacy.trained_part import FixedVariables, check_layers
@@ -149,7 +155,7 @@ class RecordedRun:
         self._take_over(runs_behind(self.model))
         before = int(self.optimizer.update.iterations.numpy())
         if before and not self._earlier:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected a fresh optimizer, or the weights that its last step left, got one with "
                 f"iterations = {before} and other weights: the steps that it counts are missing "
                 "here. Go on with the state of that run; or, if the weights come from no training "
@@ -185,14 +191,14 @@ class RecordedRun:
         self.check_variables()
         assert self._run is not None
         if self.of_gradients is None:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a model that deals its batches, got Keras' own fit: its run does not go "
                 "on elsewhere. Use make_private(model); or save the model, and whoever trains it "
                 "further composes both runs."
             )
         optimizer, variables = self.optimizer, keras_api.trained(self.model)
         if optimizer.hidden_state and not include_private_state:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected include_private_state=True, got False: a run of {optimizer.kind} cannot "
                 f"go on without {optimizer.hidden_state}. Say include_private_state=True and "
                 "stays_private=True, and keep the state where nobody else reads it."
@@ -281,7 +287,7 @@ class RecordedRun:
         parts = self.optimizer.blocks or (keras_api.trained(self.model),)
         layers = [keras_api.layers_of(self.model, part) for part in parts]
         if reason := why_not_convex(self.optimizer.known_loss, layers):
-            raise refusal(reason)
+            raise UnsupportedRunError(reason)
 
     def _assume(self, text: str) -> None:
         self.texts = tuple(dict.fromkeys((*self.texts, text)))
@@ -289,20 +295,20 @@ class RecordedRun:
     def _check_entry(self, entry: StepEntry, batch: int) -> None:
         step = self.num_batches + 1
         if not self._lineage.is_newest:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Another record of this process goes on with the run: no bound covers what two "
                 "continuations show together. Go on there."
             )
         if entry.problem:  # the run ends here for a reason that may depend on the data
-            raise refusal(f"step {step} ends the run. {entry.problem}")
+            raise UnsupportedRunError(f"step {step} ends the run. {entry.problem}")
         if entry.steps != step:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
                 " one for every batch."
             )
         rows = self.dealt.rows(self.num_batches)
         if batch != self.next_batch or entry.rows != rows:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected step {step} on all rows of batch {self.next_batch}, got batch {batch} "
                 "or other rows."
             )
@@ -334,12 +340,12 @@ class RecordedRun:
     def invalidate(self, text: str) -> NoReturn:
         """Ends the run, which has no epsilon any more."""
         self._invalid = self._lineage.ended = text
-        raise refusal(text)
+        raise UnsupportedRunError(text)
 
     def go_on(self, model: Any, optimizer: Any) -> None:
         """Raises UnsupportedRunError unless the run may go on with this model and optimizer."""
         if self._invalid:
-            raise refusal(f"The run cannot go on: {self._invalid}")
+            raise UnsupportedRunError(f"The run cannot go on: {self._invalid}")
         check_layers(model)
         if model is not self.model:
             watch_files(model, weakref.WeakMethod(self._writes))
@@ -352,12 +358,12 @@ class RecordedRun:
     def check(self) -> None:
         """Raises unless there is a step, all are recorded, and the last one is complete."""
         if self._invalid:
-            raise refusal(f"The run is not accounted: {self._invalid}")
+            raise UnsupportedRunError(f"The run is not accounted: {self._invalid}")
         if not self.num_batches:
             raise ValueError("Expected at least one step, got none yet. Pass the callback to fit.")
         taken = self.optimizer.last_step.steps
         if taken != self.num_batches:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"The optimizer took {taken} steps, but {self.num_batches} are recorded. "
                 "Pass the callback to every call of fit, and train in no other way."
             )
@@ -377,7 +383,7 @@ class RecordedRun:
     def check_variables(self) -> None:
         """Raises UnsupportedRunError likewise, of steps that may not be recorded yet."""
         if not self.optimizer.is_iterate(keras_api.trained(self.model)):
-            raise refusal(
+            raise UnsupportedRunError(
                 "The trainable variables were changed outside the private optimizer, so the model "
                 "is not the iterate that was accounted. Release the model that fit left."
             )

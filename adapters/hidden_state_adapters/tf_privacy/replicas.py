@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from hidden_state_adapters.tf_privacy.refusals import refusal
+from hidden_state_accountants import UnsupportedRunError
 
 
 def refuse_surroundings(strategy: Any = None) -> None:
@@ -17,13 +17,13 @@ def refuse_surroundings(strategy: Any = None) -> None:
         strategy: The one whose replicas are known to make one step together.
     """
     if not tf.compat.v1.executing_eagerly_outside_functions():
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected TensorFlow 2, got a TensorFlow 1 graph or session: the steps cannot be "
             "checked there. Use Model.fit or an own loop."
         )
     if tf.distribute.has_strategy() and tf.distribute.get_strategy() is not strategy:
         found = tf.distribute.get_strategy()
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected no distribution strategy, got {type(found).__name__} with "
             f"{found.num_replicas_in_sync} replicas: every replica would divide by its own rows "
             "and add noise of its own. Train outside of strategy.scope()."
@@ -37,7 +37,7 @@ def strategy_of(model: Any) -> Any:
         UnsupportedRunError: It is not a MirroredStrategy, or fit is called in its scope.
     """
     if tf.distribute.has_strategy():
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected fit outside of strategy.scope(), got a call within that of a "
             f"{type(tf.distribute.get_strategy()).__name__}: what counts the steps and makes the "
             "noise is there once. Make and compile the model in the scope, and fit outside of it."
@@ -47,7 +47,7 @@ def strategy_of(model: Any) -> Any:
         if not tf.distribute.has_strategy():
             return None
     if type(strategy) is not tf.distribute.MirroredStrategy:
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected no distribution strategy or a MirroredStrategy, got "
             f"{type(strategy).__name__}: its replicas do not make one step together in this "
             "process, so that noise may be added by each or by none. Use "
@@ -60,7 +60,7 @@ def check_made_in(strategy: Any, variables: Sequence[Any]) -> None:
     """Raises UnsupportedRunError if a variable has no copy in every replica."""
     for variable in variables:
         if strategy is not None and not isinstance(variable, tf.distribute.DistributedValues):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected variables that were made in the scope of the MirroredStrategy, got "
                 f"{variable.name}, which was not. Make, build and compile the model in the scope."
             )

@@ -52,7 +52,6 @@ from hidden_state_adapters.tf_privacy.record import (
     Dealt,
     RecordedRun,
 )
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import (
     check_made_in,
     refuse_surroundings,
@@ -178,12 +177,12 @@ class PrivateRun(PrivacyReport):
         if not isinstance(model, tf.keras.layers.Layer):
             raise TypeError(f"Expected a Keras model or layer, got {type(model).__name__}.")
         if isinstance(model, PrivacyReport):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected a plain model of Keras, got {type(model).__name__}, which has a run of "
                 "its own. Call its fit."
             )
         if isinstance(model, tf.keras.Model) and strategy_of(model) is not None:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a model that was made in no strategy, got one of a MirroredStrategy: a "
                 "loop of your own has one replica. Call fit of make_private(model)."
             )
@@ -230,7 +229,7 @@ class PrivateRun(PrivacyReport):
         """
         refuse_surroundings(strategy := strategy_of(model))
         if strategy is not None and uses_xla:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected jit_compile = False in a MirroredStrategy, got True: XLA compiles no "
                 "exchange between its replicas. Leave it out."
             )
@@ -313,7 +312,7 @@ class PrivateRun(PrivacyReport):
         if settings.order is BatchOrder.FULL:
             size = self._examples.number
         if settings.microbatch(size) > 1:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected num_microbatches = None or {size}, one example each, got "
                 f"{settings.num_microbatches}: an example moves the mean of several by up to twice "
                 "the clip norm, and gains nothing. Leave it out; an optimizer in Keras' own fit, "
@@ -333,7 +332,7 @@ class PrivateRun(PrivacyReport):
             plan.hide_size()
         self.steps_per_epoch = number or plan.num_batches
         if self.steps_per_epoch != plan.num_batches and not plan.draws_every_step:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected {plan.num_batches} steps in an epoch, got steps_per_epoch = {number}: "
                 "every batch is used once per epoch. Leave it out."
             )
@@ -592,7 +591,7 @@ class PrivateRun(PrivacyReport):
     def _check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
         if self._record.chooses_steps:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a run that EarlyStopping cannot stop, or has not, got one that it may "
                 "have: its steps are accounted ahead, and do not go on elsewhere. Save the model; "
                 "whoever trains it further composes both runs."
@@ -602,7 +601,7 @@ class PrivateRun(PrivacyReport):
     def _check_end_of_epoch(self, steps: int) -> None:
         batch = steps % self.steps_per_epoch
         if batch and not self.plan.draws_every_step:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected a state of the end of an epoch, got one before batch {batch} of "
                 f"{self.steps_per_epoch}: fit begins with batch 0. Take the state after fit, or in "
                 "on_epoch_end of a callback."
@@ -610,7 +609,7 @@ class PrivateRun(PrivacyReport):
 
     def _check_relation(self, state: RunState) -> None:
         if state.relation is not self.relation:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"The state is of another run: expected neighboring_relation = "
                 f"{state.relation.name}, "
                 f"got {self.relation.name}. Use the settings of before."
@@ -622,7 +621,7 @@ class PrivateRun(PrivacyReport):
             return declared
         largest = self._largest_weight
         if largest is None:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected weight_bound= of the model with sample_weight and what is known of the "
                 "loss, got none: gradients and curvature grow with the weight. It is a bound on "
                 "the weights that an example could have, not the largest one of these examples; or "
@@ -651,20 +650,20 @@ class PrivateRun(PrivacyReport):
     def go_on(self, given: Given) -> None:
         """Raises UnsupportedRunError unless another call of fit goes on with the run."""
         if self._record.chooses_steps:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a run that EarlyStopping has not stopped, got one that it has: it is "
                 "accounted with all epochs that could have followed, and is over. Compile again: "
                 "that begins another run, which is composed with this one."
             )
         asked = given.batches(self._examples.batch_size)
         if asked != self._asked:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected (batch_size, steps_per_epoch) = {self._asked}, as in the run so far, "
                 f"got {asked}. Compile again for another run."
             )
         weights = self._examples.check_same(given.x, given.y, given.weights, given.steps_per_epoch)
         if self.has_weights and weights.largest != self._largest_weight:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected weights of at most {self._largest_weight}, as in the run so far, got at "
                 f"most {weights.largest}: another example could have that one. Keep class_weight; "
                 "or compile again for another run."
@@ -702,7 +701,7 @@ class PrivateRun(PrivacyReport):
                 "compile with an optimizer without noise, and fit finds it."
             )
         if has_begun:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected target_epsilon in the first call of fit of a run, got it in a later one: "
                 "steps with another noise were taken. Leave it out, or compile again."
             )
@@ -717,7 +716,7 @@ class PrivateRun(PrivacyReport):
         refuse_in_budget("private run of Keras")
         before, declared = self._record.num_batches, self.settings.num_steps
         if declared is not None and before + more > declared:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected at most num_steps = {declared} steps, as declared to the model, got "
                 f"{before} so far and {more} more. Train fewer epochs; or compile again "
                 "for another run, which is composed with this one."
@@ -796,7 +795,7 @@ class PrivateRun(PrivacyReport):
         self, rows: Any, rate: Any, left: Any, x: Any, y: Any, *weights: Any
     ) -> tuple[Any, ...]:
         if not self.steps.trains(keras_api.trained(self._model)):
-            raise refusal(MOVED)
+            raise UnsupportedRunError(MOVED)
 
         def gradients_by(clipping: Any) -> ExampleGradients:
             found = clipping.gradients(x, y)

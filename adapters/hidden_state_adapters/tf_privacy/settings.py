@@ -21,7 +21,6 @@ from hidden_state_accountants import (
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE, parse_batch_order
 from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.regulariser import regulariser_or_none
-from hidden_state_adapters.tf_privacy.refusals import refusal
 
 AUTO = "auto"
 _LARGEST = 1e30
@@ -76,7 +75,7 @@ class Declared:
                 "norm."
             )
         if self.loss_geometry is not None and self.gradient_bound < math.inf:
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected loss_geometry or gradient_bound, got both. Keep loss_geometry: it says "
                 "everything about the loss."
             )
@@ -260,7 +259,7 @@ class Settings:
         """
         number = self.num_microbatches or batch_size
         if batch_size % number:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected num_microbatches to divide batch_size = {batch_size}, got {number}. "
                 "Leave it out, for one example each."
             )

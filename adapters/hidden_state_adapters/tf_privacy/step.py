@@ -20,12 +20,11 @@ import attrs
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_accountants import Regulariser
+from hidden_state_accountants import Regulariser, UnsupportedRunError
 from hidden_state_accountants.regulariser import ProxOperations, group_axes
 from hidden_state_accountants.runs.run import SLACK
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.replicas import copies, together
 
 # 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
@@ -111,7 +110,7 @@ class PrivateStep:
     ):
         self._dtype = variables[0].dtype.base_dtype
         if self._dtype == tf.float32 and clip < _SMALLEST_CLIP:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected l2_norm_clip >= {_SMALLEST_CLIP:g} in float32, got {clip:g}: squares of "
                 "shorter gradients underflow, and they are not clipped. Scale the loss up, or "
                 "train in float64."
@@ -411,7 +410,7 @@ def check_within(variables: Sequence[Any], radius: float | None) -> None:
         return
     norm = float(joint_norm(variables))
     if not norm <= radius * (1 + SLACK):
-        raise refusal(
+        raise UnsupportedRunError(
             f"Expected initial variables within projection_radius = {radius:g} of 0, got norm "
             f"{norm:g}. Initialise smaller, or raise the radius."
         )
@@ -446,7 +445,7 @@ def refuse_noise(optimizer: Any) -> None:
         )
     else:
         return
-    raise refusal(
+    raise UnsupportedRunError(
         f"Expected an optimizer without noise in compile, got {what}: the model clips and adds the "
         f"noise itself, and noise would be added twice. {remedy}tf.keras.optimizers.SGD(...), "
         "within DiceUpdate(...) or BlockCoordinateUpdate(...) for those, and l2_norm_clip and "
@@ -471,16 +470,16 @@ class Update:
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]):
         if not keras_api.is_optimizer(optimizer):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected an optimizer of Keras in compile, got {type(optimizer).__name__}."
             )
         if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
-            raise refusal(
+            raise UnsupportedRunError(
                 "Expected a full-precision policy, got loss scaling (mixed_float16): clip and "
                 "noise would act on the scaled gradient. Train in float32 or float64."
             )
         if getattr(optimizer, "loss_scale_factor", None) is not None:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected loss_scale_factor = None, got {optimizer.loss_scale_factor}: the "
                 "optimizer would divide the noisy gradients by it, of losses that were not scaled. "
                 "Leave it out."
@@ -539,7 +538,7 @@ class Update:
         """Raises UnsupportedRunError if an option was changed since the run began."""
         for name, value in self._options().items():
             if value != self.options[name]:
-                raise refusal(
+                raise UnsupportedRunError(
                     f"Expected {name} = {self.options[name]!r}, as when the run began, got "
                     f"{value!r}: the event has one update rule. Compile again for another run."
                 )
@@ -561,29 +560,31 @@ class Update:
 def check_variables(variables: Sequence[Any]) -> None:
     """Refuses variables of low or mixed precision, with constraints, or none at all."""
     if not variables:
-        raise refusal("Expected trainable variables, got none.")
+        raise UnsupportedRunError("Expected trainable variables, got none.")
     for variable in variables:
         if hasattr(variable, "true_dtype"):  # Keras' AutoCastVariable
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected {variable.name} to be used in its own precision, got a mixed-precision "
                 "policy: coarse rounding makes the update expand small distances. Train with the "
                 'policy "float32" or "float64".'
             )
         if variable.dtype.base_dtype not in _PRECISIONS:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected {variable.name} in float32 or float64, got {variable.dtype.name}: "
                 "coarse rounding makes the update expand small distances."
             )
     check_constraints(variables)
     if len({variable.dtype.base_dtype for variable in variables}) > 1:
-        raise refusal("Expected trainable variables of one precision, got float32 and float64.")
+        raise UnsupportedRunError(
+            "Expected trainable variables of one precision, got float32 and float64."
+        )
 
 
 def check_constraints(variables: Sequence[Any]) -> None:
     """Refuses variables that an optimizer of Keras maps to something else after every update."""
     for variable in variables:
         if getattr(variable, "constraint", None) is not None:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected {variable.name} without a constraint, got {variable.constraint!r}: it "
                 "is no part of the event. Use projection_radius."
             )

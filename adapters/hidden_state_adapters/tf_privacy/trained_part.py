@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.refusals import refusal
 from hidden_state_adapters.tf_privacy.step import check_constraints, check_variables
 
 # What gives a preprocessing layer the statistics that `adapt` would find.
@@ -25,31 +25,31 @@ def check_layers(model: Any) -> None:
     """
     for layer in model._flatten_layers():
         if isinstance(layer, keras_api.BATCH_NORMALIZATIONS) and layer.trainable:
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected no trainable batch normalisation, got {layer.name}: it mixes the "
                 "examples of a batch and keeps statistics of them without noise. Use "
                 "LayerNormalization, or set layer.trainable = False."
             )
         if getattr(layer, "stateful", False):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected layers without state, got {layer.name} with stateful=True: it carries "
                 "examples into later steps without noise."
             )
         if keras_api.computes_otherwise(layer):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected {layer.name} to use its variables in their own precision, got a "
                 "mixed-precision or quantized policy: coarse rounding makes the update expand "
                 'small distances. Train with the policy "float32" or "float64".'
             )
         if isinstance(layer, keras_api.ADAPTED_LAYERS) and (argument := _adapted(layer)):
-            raise refusal(
+            raise UnsupportedRunError(
                 f"Expected {type(layer).__name__}({argument}) with constants, got {layer.name} as "
                 "adapt left it: statistics of the examples would be in the model without noise. "
                 "Adapt a layer to public data, and give what it found as constants. In a backbone "
                 "that came with public weights freeze it: backbone.trainable = False."
             )
     if model.losses:
-        raise refusal(
+        raise UnsupportedRunError(
             "Expected no regularisation losses (kernel_regularizer, add_loss), got "
             f"{len(model.losses)}: inside the clip a penalty is no decoupled decay. Drop them, and "
             "give the optimizer the decay, SGD(weight_decay=); that of Keras' L2(a) is 2 a. For L1 "
@@ -82,7 +82,7 @@ class FixedVariables:
         """Raises UnsupportedRunError if one of them was changed."""
         now = self._now(model)
         if len(now) != len(self._values) or not all(map(np.array_equal, now, self._values)):
-            raise refusal(
+            raise UnsupportedRunError(
                 "a variable that is not trained was changed during the run (running statistics, "
                 "counters): it carries the data of the examples past the noise."
             )
