@@ -539,8 +539,8 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "../adapters/hidden_state_adapters/tf_privacy/head.py": {
         "keras/test_auto_geometry.py::test_the_report_says_why_every_step_counts": {
             "iterates_of_any_update_are_hidden": (
-                "    is_of_use &= given is None and",
-                "    is_of_use = given is None and",
+                '    why_not = ""\n    is_of_use &= given is None and',
+                '    why_not = ""\n    is_of_use = given is None and',
             ),
         },
         "keras/test_head_runs.py::test_a_layer_that_divides_by_the_longest_row_of_its_batch": {
