@@ -254,10 +254,10 @@ def look_at(
         UnsupportedRunError: The model has no head, or what is said of it does not hold.
     """
     given, norm, keras_loss = declared.of_loss, declared.feature_norm, losses.keras_loss
+    is_of_use &= given is None and math.isinf(declared.gradient_bound)
     if norm is None:
         if given is not None:
             _check_without_norm(given, keras_loss, model, x)
-        is_of_use &= given is None and math.isinf(declared.gradient_bound)
         why_not = _without_norm(model, losses, y) if is_of_use else ""
         return Known(declared, None, [Assumption.checked(_SINGLY)], why_not)
     if tf.nest.is_nested(y):
@@ -268,7 +268,6 @@ def look_at(
     how = _BY_STRUCTURE if takes_examples_alone(model, x) else _MADE_TWICE
     checked = [Assumption.checked(f"{_IN_CLOSED_FORM}, {how}")]
     why_not = ""
-    is_of_use &= given is None and math.isinf(declared.gradient_bound)
     if declared.is_automatic or is_of_use:
         try:
             loss = known_loss(losses, head.activation, head.outputs, y.numpy())
