@@ -109,7 +109,11 @@ def compose_guarantees(
             f"Expected guarantees for groups of one size, got {sorted(sizes)}. Compose the runs in "
             "one LastIterateAccountant with group_size."
         )
-    return _Composed(relation, tuple((guarantee, 1) for guarantee in guarantees)).guarantee()
+    found = _Composed(relation, tuple((guarantee, 1) for guarantee in guarantees)).guarantee()
+    events = [guarantee.event for guarantee in guarantees]
+    if len(events) < 2 or None in events:
+        return found
+    return attrs.evolve(found, event=dp_accounting.ComposedDpEvent(events))
 
 
 class _LastIterateBase(dp_accounting.PrivacyAccountant):
@@ -229,7 +233,8 @@ def _leaves(
 def with_changes(
     guarantee: Guarantee, event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> Guarantee:
-    """The guarantee of a run, which can then say what would lower its epsilon."""
+    """The guarantee of a run, which can then say what ran and what would lower its epsilon."""
+    guarantee = attrs.evolve(guarantee, event=event)
     if not isinstance(event, LastIterateDpEvent):
         return guarantee
     return attrs.evolve(guarantee, changes=functools.partial(single_changes, event, relation))

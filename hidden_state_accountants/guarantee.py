@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import html
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -280,6 +282,22 @@ class Guarantee:
             texts = [f"- {text}" for text in self._texts(status)]
             lines += ["", f"**{words}**", "", *texts] if texts else []
         return "\n".join(lines) + "\n"
+
+    def save(self, path: str | os.PathLike[str], delta: float = 1e-5) -> None:
+        """Writes `to_json` beside a saved model, and `to_markdown` under the same name in .md.
+
+        Args:
+            path: Where to, ending in .json.
+            delta: Where epsilon is read.
+
+        Raises:
+            ValueError: The path has another ending.
+        """
+        file = Path(path)
+        if file.suffix != ".json":
+            raise ValueError(f"Expected a path that ends in .json, got {str(path)!r}.")
+        file.write_text(self.to_json(delta) + "\n", encoding="utf-8")
+        file.with_suffix(".md").write_text(self.to_markdown(delta), encoding="utf-8")
 
     def _repr_html_(self) -> str:
         rows = [f"<tr><th>{k}</th><td>{html.escape(v)}</td></tr>" for k, v in self._rows(_DELTA)]

@@ -88,6 +88,22 @@ class TestForms:
         assert claimed.to_dict()["event"] is None
         assert "what ran" not in claimed.to_markdown()
 
+    def test_composed_guarantees_hold_the_events_of_all(self):
+        one, two = guarantee(cyclic_run()), guarantee(full_run())
+        assert hsa.compose_guarantees([one], "replace_special").event == one.event
+        both = hsa.compose_guarantees([one, two], "replace_special").event
+        assert both == dp_accounting.ComposedDpEvent([one.event, two.event])
+        untold = attrs.evolve(two, event=None)
+        assert hsa.compose_guarantees([one, untold], "replace_special").event is None
+
+    def test_both_are_saved_beside_a_model(self, tmp_path):
+        found = guarantee(cyclic_run())
+        found.save(tmp_path / "model.json", 1e-6)
+        assert json.loads((tmp_path / "model.json").read_text()) == json.loads(found.to_json(1e-6))
+        assert (tmp_path / "model.md").read_text() == found.to_markdown(1e-6)
+        with pytest.raises(ValueError, match=r"Expected a path that ends in \.json"):
+            found.save(tmp_path / "model.pt")
+
     def test_model_card_and_notebook(self):
         claimed = attrs.evolve(guarantee(cyclic_run()), caveat="c < 1 | d")
         card, shown = claimed.to_markdown(1e-6), claimed._repr_html_()

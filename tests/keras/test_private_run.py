@@ -264,3 +264,9 @@ def test_one_epoch_says_what_all_would_gain():
     assert "Every step counts: feature_norm=" in " ".join(deep.report(DELTA).split())
     with pytest.raises(TypeError, match="hiding the iterates is about noisy SGD"):
         fitted("dice", epochs=1).would_gain(DELTA)
+
+
+def test_the_guarantee_holds_the_event_of_the_run():
+    run = private_run("head")
+    run.train(1, verbose=False)
+    assert run.guarantee.event == run.privacy_event
