@@ -82,7 +82,10 @@ def report_lines(
 
 
 def _shorter_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> list[Change]:
-    """The largest learning rate whose steps stretch no distance, where those of the run do."""
+    """The largest learning rate whose steps stretch no distance, where those of the run do.
+
+    Batches of random sizes have half of it as well, which stretches none up to twice the mean size.
+    """
 
     def scaled(scale: float) -> LastIterateDpEvent:
         rate = mapped(lambda rate: float(f"{rate * scale:.3g}"), event.learning_rate)
@@ -105,13 +108,16 @@ def _shorter_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> 
                 break
     if scale is None:  # the clip stretches: a clip norm that never acts is another change
         return []
-    rate = scaled(scale).learning_rate
-    text = f"rates times {scale:.3g}" if isinstance(rate, Schedule) else f"rate {rate:g}"
-    of = "a batch of mean size" if event.batch_order in OF_RANDOM_SIZE else "any batch"
-    description = (
-        f"learning {text}: no step on {of} then stretches distances, which now is up to c = {c:.4g}"
-    )
-    return [(description, scaled(scale), True)]
+    parts, found = {"any batch": scale}, []
+    if event.batch_order in OF_RANDOM_SIZE:
+        parts = {"a batch of mean size": scale, "a batch of up to twice the mean size": scale / 2}
+    for of, part in parts.items():
+        run = scaled(part)
+        is_schedule = isinstance(run.learning_rate, Schedule)
+        text = f"rates times {part:.3g}" if is_schedule else f"rate {run.learning_rate:g}"
+        description = f"learning {text}: no step on {of} then stretches distances, which now is "
+        found.append((f"{description}up to c = {c:.4g}", run, True))
+    return found
 
 
 def _changes(event: LastIterateDpEvent) -> Iterator[Change]:

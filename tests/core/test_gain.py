@@ -91,6 +91,15 @@ def test_the_change_is_the_first_one_of_the_advice():
     assert hsa.would_gain(event).change == guarantee.changes(DELTA)[0]
 
 
+def test_a_rate_that_stretches_is_the_change_that_matters():
+    long_features = hsa.LossGeometry.softmax_cross_entropy(feature_norm=6.0)
+    event = run(noise_multiplier=2.0, clip_norm=8.49, loss=long_features, num_steps=3_000)
+    description, changed = hsa.would_gain(event).change
+    assert description.startswith("learning rate 0.0546: ")
+    assert "up to twice the mean size" in description
+    assert changed < 0.5 * epsilon(event)
+
+
 def test_other_runs_are_refused():
     dice = hsa.DiceSgdDpEvent(
         noise_std=1.0, clip_norm=1.0, error_clip_norm=1.0, batch_size=1, dataset_size=10,

@@ -30,6 +30,14 @@ class Mutation:
 
 # By file and test: its name, the passage, and what replaces it.
 _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
+    "advice.py": {
+        "core/test_gain.py::test_a_rate_that_stretches_is_the_change_that_matters": {
+            "random_batches_have_no_smaller_rate_than_fixed_ones": (
+                '"a batch of up to twice the mean size": scale / 2',
+                '"a batch of up to twice the mean size": scale',
+            ),
+        },
+    },
     "gain.py": {
         "core/test_gain.py": {
             "a_short_shuffled_run_gains_whatever_poisson_batches_cost": (
