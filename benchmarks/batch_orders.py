@@ -34,6 +34,8 @@ ROWS = {
     "shuffled once, secret": "shuffled_once",
     "reshuffled, secret": "reshuffled",
     "without replacement": "without_replacement",
+    "balls in bins, one secret draw": "balls_in_bins",
+    "balls in bins, redrawn": "balls_in_bins_redrawn",
     "Poisson": "poisson",
 }
 BASELINE = "Poisson, every iterate released (PLD)"
@@ -71,7 +73,7 @@ def plot(table):
     figure, axes = pyplot.subplots(figsize=(10, 4.8), layout="constrained")
     for rank, (name, cells) in enumerate(table.items()):
         # Lines that lie on each other get narrower, so that all are seen.
-        style = {"marker": "o", "linewidth": 6 - rank, "markersize": 9 - rank}
+        style = {"marker": "o", "linewidth": 8 - rank, "markersize": 10 - rank}
         if name == BASELINE:
             style = {"linestyle": "--", "color": "black"}
         label = f"{name}: {fixed_up(cells[-1], 3)}"

@@ -18,10 +18,12 @@ from hidden_state_accountants.bounds.data_order import (
     by_place,
     carried,
     epoch_by_epoch,
-    last_epoch,
+    last_epochs,
     late_participations,
+    mean_over_places,
 )
 from hidden_state_accountants.bounds.shifted_interpolation import mu_squared_by_position
+from hidden_state_accountants.bounds.solvers.two_places import EpochSums
 from hidden_state_accountants.curves.base import (
     Curve,
     GaussianMixtureCurve,
@@ -112,8 +114,7 @@ def _process(
 
 
 def _law_of_one_draw(process: NoisyProcess) -> GaussianMixtureCurve:
-    mus = by_place(mu_squared_by_position(process), process.period)
-    return GaussianMixtureCurve(np.full(process.period, 1 / process.period), mus)
+    return mean_over_places(by_place(mu_squared_by_position(process), process.period))
 
 
 def _of_draws(process: NoisyProcess, hidden: _Hidden) -> list[Curve]:
@@ -125,8 +126,11 @@ def _of_draws(process: NoisyProcess, hidden: _Hidden) -> list[Curve]:
         curves.append(epoch_by_epoch(process, hidden))
     if is_one_segment and process.is_constant and not expands:
         curves.append(hidden(late_participations(process)))
-    elif is_one_segment and (found := last_epoch(process)) is not None:
-        period = process.period
-        law = GaussianMixtureCurve(np.full(period, 1 / period), np.sqrt(found[2]))
-        curves.append(hidden(law))
+    elif is_one_segment:
+        last, distance = last_epochs(process)
+        sums = EpochSums.of(last, 0, last.num_steps)
+        if sums is not None and distance < math.inf:
+            places = range(process.period)
+            found = np.array([sums.mu_squared({place: 1.0}, distance) for place in places])
+            curves.append(hidden(mean_over_places(np.sqrt(found))))
     return curves

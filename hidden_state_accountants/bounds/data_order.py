@@ -37,10 +37,13 @@ from hidden_state_accountants.bounds.solvers.shifts import (
     least_mu_squared,
     mu_squared_of_equal_steps,
 )
-from hidden_state_accountants.bounds.solvers.two_places import EpochSums, hidden_places
+from hidden_state_accountants.bounds.solvers.two_places import (
+    hidden_places,
+    places_of_fresh_orders,
+)
 from hidden_state_accountants.curves.base import Curve, GaussianMixtureCurve, best_curve, is_smaller
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.hidden_place import HiddenPlaceCurve
+from hidden_state_accountants.curves.hidden_place import HiddenPlaceCurve, Places
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process.conditions import UnmetCondition
@@ -55,6 +58,7 @@ _CITATION = Citation(
 )
 
 _MANY_STEPS = 100_000
+_FORGOTTEN = 0.02  # product of the moduli of an epoch, with which the one before it is not asked
 
 
 @attrs.frozen
@@ -89,10 +93,15 @@ class ShuffledOnce(HiddenStateBound):
         """Theorem F, or the mixture of Gaussian guarantees of the positions."""
         process = noisy_process(event, relation)
         mus = by_place(mu_squared_by_position(process), process.period)
-        hidden = _hidden(event, relation, process, mus)
-        if hidden is None:
-            revealed = GaussianMixtureCurve(np.full(process.period, 1 / process.period), mus)
+        revealed = mean_over_places(mus)
+        places: tuple[Places, ...] = ()
+        # A missing record moves the mean of a microbatch by as much as another one.
+        if not event.is_microbatched and (mus < math.inf).all():
+            is_replaced = relation is NeighboringRelation.REPLACE_ONE
+            places = hidden_places(process, mus, is_replaced=is_replaced)
+        if not places:
             return Proof(revealed, self.cited("Theorem A averaged over the secret order"))
+        hidden = HiddenPlaceCurve(places, revealed)
         return Proof(hidden, f"Theorem F on {self.cited('Theorem A')}: the place stays secret")
 
 
@@ -111,8 +120,8 @@ class Reshuffled(HiddenStateBound):
       - Where nothing can be carried (one epoch, releases within an epoch, more than 100,000 equal
         steps) or that may cost more (in a domain, with steps that expand): shifts that are used up
         by the end of each epoch, whose mixtures compose.
-      - Theorem F on the last epoch, without releases: the orders before it are revealed, and the
-        largest distance that any of them leaves is carried into it. One epoch is SHUFFLED_ONCE.
+      - Theorem F on the last epoch and on the last two, without releases: the orders before them
+        are revealed, and the largest distance that any of these leaves is carried into them.
       - Of the bounds that are asked the smallest counts at every delta.
       - Assumptions: Theorem A's, for every record, and that neither the orders nor their seed are
         ever published.
@@ -139,74 +148,52 @@ class Reshuffled(HiddenStateBound):
         if process.is_constant and not process.release_steps and not expands:
             curves.append(late_participations(process))
         theorem = self.cited("Theorem A averaged over the secret order of each epoch")
-        hidden = _hidden_in_the_last_epoch(event, relation, process)
+        hidden = _hidden_in_the_last_epochs(event, relation, process)
         if hidden is not None and is_smaller(hidden, best_curve(curves)):
             curves.append(hidden)
             theorem = (
-                f"Theorem F on {self.cited('Theorem A')}: the place in the last epoch is secret"
+                f"Theorem F on {self.cited('Theorem A')}: the place in the last epochs is secret"
             )
         return Proof(curve=best_curve(curves), theorem=theorem)
 
 
-def _hidden(
-    event: LastIterateDpEvent,
-    relation: NeighboringRelation,
-    process: NoisyProcess,
-    between: np.ndarray,
-    initial: float = 0.0,
-) -> HiddenPlaceCurve | None:
-    """Theorem F for one secret order; None where it is not asked.
-
-    Args:
-        event: The run.
-        relation: The neighbouring relation.
-        process: The steps in this order.
-        between: B_k, shape (period,).
-        initial: As for `hidden_places`.
-    """
-    # A missing record moves the mean of a microbatch by as much as another one.
-    if event.is_microbatched or not (between < math.inf).all():
-        return None
-    is_replaced = relation is NeighboringRelation.REPLACE_ONE
-    places = hidden_places(process, between, is_replaced=is_replaced, initial=initial)
-    revealed = GaussianMixtureCurve(np.full(process.period, 1 / process.period), between)
-    return HiddenPlaceCurve(places, revealed) if places else None
-
-
-def _hidden_in_the_last_epoch(
+def _hidden_in_the_last_epochs(
     event: LastIterateDpEvent, relation: NeighboringRelation, process: NoisyProcess
 ) -> HiddenPlaceCurve | None:
-    """Theorem F on the last epoch, after the largest distance that the epochs before it leave."""
-    if process.release_steps:
+    """Theorem F on the last epochs, after the largest distance that those before them leave."""
+    # A missing record moves the mean of a microbatch by as much as another one.
+    if process.release_steps or event.is_microbatched:
         return None
-    found = last_epoch(process)
-    if found is None:
+    is_replaced = relation is NeighboringRelation.REPLACE_ONE
+    found: list[Places] = []
+    for number in (1, 2)[: -(-process.num_steps // process.period)]:
+        last, distance = last_epochs(process, number)
+        is_whole = last.num_steps % process.period == 0
+        if number == 2 and is_whole and last.contraction[-process.period :].prod() < _FORGOTTEN:
+            break  # one epoch hides all
+        if distance < math.inf:
+            found += places_of_fresh_orders(last, distance, is_replaced=is_replaced)
+    if not found:
         return None
-    last, distance, mu_squared = found
-    return _hidden(event, relation, last, np.sqrt(mu_squared), distance)
+    return HiddenPlaceCurve(tuple(found), GaussianMixtureCurve(found[0].weights, found[0].between))
 
 
-def last_epoch(process: NoisyProcess) -> tuple[NoisyProcess, float, np.ndarray] | None:
-    """Its steps, the largest distance that those before it leave, and mu**2 of every place.
+def last_epochs(process: NoisyProcess, number: int = 1) -> tuple[NoisyProcess, float]:
+    """The steps of so many, and the largest distance that those before them leave.
 
-    None where a product of moduli is out of range. The process is one without releases.
+    The process is one without releases.
     """
-    start = (process.num_steps - 1) // process.period * process.period
-    shape = -1, process.period
+    period = process.period
+    start = max(0, -(-process.num_steps // period) - number) * period
+    shape = -1, period
     moduli = process.contraction[:start].reshape(shape)
     later = np.ones_like(moduli)
     later[:, :-1] = np.cumprod(moduli[:, :0:-1], axis=1)[:, ::-1]
     largest = (process.sensitivity[:start].reshape(shape) * later).max(axis=1)
     distance = 0.0
     for whole, own in zip((moduli[:, 0] * later[:, 0]).tolist(), largest.tolist(), strict=True):
-        distance = (whole * distance + own) * (1 + 4e-16 * (process.period + 4))
-    distance = min(distance, process.domain_diameter)
-    last = process.from_step(start)
-    sums = EpochSums.of(last, 0, last.num_steps)
-    if sums is None or not distance < math.inf:
-        return None
-    places = range(process.period)
-    return last, distance, np.array([sums.mu_squared(k, 1.0, k, 1.0, distance) for k in places])
+        distance = (whole * distance + own) * (1 + 4e-16 * (period + 4))
+    return process.from_step(start), min(distance, process.domain_diameter)
 
 
 def by_place(mu_squared: np.ndarray, period: int) -> np.ndarray:
@@ -214,9 +201,9 @@ def by_place(mu_squared: np.ndarray, period: int) -> np.ndarray:
     return np.sqrt(np.pad(mu_squared, (0, period - len(mu_squared))))
 
 
-def _mean_over_positions(mu_squared: np.ndarray, period: int) -> GaussianMixtureCurve:
-    """The mean over equally likely positions."""
-    return GaussianMixtureCurve(np.full(period, 1 / period), by_place(mu_squared, period))
+def mean_over_places(mus: np.ndarray) -> GaussianMixtureCurve:
+    """The mean over equally likely places."""
+    return GaussianMixtureCurve(np.full(len(mus), 1 / len(mus)), mus)
 
 
 def carried(process: NoisyProcess) -> GaussianMixtureCurve | None:
@@ -264,7 +251,7 @@ def epoch_by_epoch(
                 mu_squared[inside] = segment_mu_squared(process, left, right, inside)
             known[shape] = mu_squared
         key = tuple(mu_squared)
-        mean = _mean_over_positions(mu_squared, period)
+        mean = mean_over_places(by_place(mu_squared, period))
         curve, count = mixtures[key] if key in mixtures else (of_law(mean), 0)
         mixtures[key] = curve, count + (alike if start == 0 else 1)
     return compose_curves(list(mixtures.values()))
@@ -297,7 +284,7 @@ def late_participations(process: NoisyProcess) -> GaussianMixtureCurve:
         return np.array([last])
 
     windows = of_tail(steps) if steps <= LONG else by_tails(steps, of_tail)
-    return _mean_over_positions(np.minimum(mu_squared, windows), period)
+    return mean_over_places(by_place(np.minimum(mu_squared, windows), period))
 
 
 def late_mu_squared(

@@ -8,9 +8,8 @@ record is missing, and the coins decide whether the two change places (docs/theo
 
 from __future__ import annotations
 
-import itertools
+import functools
 import math
-from collections import Counter
 
 import attrs
 import numpy as np
@@ -18,6 +17,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.solvers import coin_costs, cycle_costs
+from hidden_state_accountants.bounds.solvers.coin_costs import CoinSteps
 from hidden_state_accountants.bounds.solvers.distance_law import DistanceLaw
 from hidden_state_accountants.curves.base import (
     ComposableCurve,
@@ -32,14 +32,16 @@ from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process import conditions
 from hidden_state_accountants.process.conditions import Unmet
-from hidden_state_accountants.process.noisy_process import NoisyProcess, noisy_process
+from hidden_state_accountants.process.noisy_process import NoisyProcess, noisy_process, segments
 from hidden_state_accountants.process.stretching import likely_size
 
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 _MOST_NOISE = {BatchOrder.POISSON: 1.25, BatchOrder.WITHOUT_REPLACEMENT: 2.5}
+_MANY_PARTICIPATIONS = 4.0  # for each squared unit of noise, without replacement
 _MOST_SHAPES = 3  # of segments
-_NEARLY_ONE = 0.3, 3.0  # T (1 - c) up to which the law for c = 1 is enough, and is asked
+_NEARLY_ONE = 4.0  # T (1 - c) up to which the law for c = 1 is asked; it is enough if more than
+_DENSE = 20.0  # times the square of that participations are expected
 _FORGOTTEN = 1e-12  # share of a step that equal ones before may leave
 _MOST_STEPS = 2_000_000  # that are looked at one by one
 _FINE, _COARSE = 1.004, 1.01  # ratios of neighbouring levels: of a mixture, and of places
@@ -57,9 +59,9 @@ class HiddenCoins(HiddenStateBound):
       - POISSON: the moduli are those of the largest batch, in every step. The probability of a
         larger one (a cap that acts included) adds to delta.
       - The law of the distance is rounded up: 2 to 10 percent of epsilon.
-      - Not asked where Theorem C is smaller (noise multipliers above 1.25, or 2.5 without
-        replacement), for microbatches and segments of more than three
-        lengths. A bounded domain is not used.
+      - Not asked where Theorem C or composition is smaller (noise multipliers above 1.25; without
+        replacement above 2.5 and half the root of the expected participations), for microbatches
+        and segments of more than three lengths. A bounded domain is not used.
       - Assumptions: Theorem A's, in batches without replacement for every record; batches
         independent of the data and never published.
 
@@ -83,9 +85,14 @@ class HiddenCoins(HiddenStateBound):
             return unmet
         assert event.loss is not None
         noise, most = _noise_multiplier(event), _MOST_NOISE[event.batch_order]
-        shapes = len(_segments(event))
+        if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
+            participations = event.sampling_probability * event.num_steps
+            most = max(most, math.sqrt(participations / _MANY_PARTICIPATIONS))
+        shapes = len(segments(event))
         return [
-            *conditions.unless(noise <= most, "noise multiplier", f"at most {most}", f"{noise:g}"),
+            *conditions.unless(
+                noise <= most, "noise multiplier", f"at most {most:g}", f"{noise:g}"
+            ),
             *conditions.unless(
                 event.sampling_probability < 1, "sampling probability", "below 1", "1"
             ),
@@ -104,7 +111,7 @@ class HiddenCoins(HiddenStateBound):
         """The segments between releases, each with the law of its coins."""
         process, failure = _of_one_record(event, relation)
         curves: list[tuple[ComposableCurve, int]] = []
-        for (start, stop), count in _segments(event).items():
+        for (start, stop), count in segments(event).items():
             law = _law(process, start, stop, event.sampling_probability)
             if law is None:
                 return Proof(GaussianCurve(math.inf), self.cited("Theorem A"))
@@ -123,14 +130,6 @@ def _noise_multiplier(event: LastIterateDpEvent) -> float:
     return float(np.max(steps.noise_std_on_sum() / steps.gradient_bound()))
 
 
-def _segments(event: LastIterateDpEvent) -> Counter[tuple[int, int]]:
-    """Segments between releases, and how many are alike."""
-    ends = itertools.pairwise((0, *event.release_steps, event.num_steps))
-    if event.has_schedules:
-        return Counter(ends)
-    return Counter((0, stop - start) for start, stop in ends)
-
-
 def _of_one_record(
     event: LastIterateDpEvent, relation: NeighboringRelation
 ) -> tuple[NoisyProcess, float]:
@@ -144,28 +143,37 @@ def _of_one_record(
 
 def _law(process: NoisyProcess, start: int, stop: int, rate: float) -> DistanceLaw | None:
     """The law of mu in a segment; None where no noise or no number is large enough."""
-    steps = slice(start, stop)
-    tails = []
     c, shifts, noise = (
-        array[steps] for array in (process.contraction, process.sensitivity, process.noise_std)
+        array[start:stop] for array in (process.contraction, process.sensitivity, process.noise_std)
     )
     if not noise[-1] > 0:
         return None
-    forgets = (stop - start) * float(1 - c[0]) if process.is_constant else math.inf
-    if 0 <= forgets <= _NEARLY_ONE[1]:  # moduli of 1 are no smaller
-        found = cycle_costs.tails(stop - start, rate)
-        unit = float(shifts[0] / noise[0]) ** 2
-        tails += [(levels * unit, tail) for levels, tail in found]
-    if tails and forgets <= _NEARLY_ONE[0]:
-        return coin_costs.law_of_tails(tails)
-    initial = 0.0
-    if process.is_constant and c[0] < 1:
-        last = math.ceil(math.log(_FORGOTTEN * (1 - c[0])) / math.log(max(c[0], 1e-300))) + 1
-        if last < len(c):
-            initial = float(shifts[0] / (1 - c[0]))
-            c, shifts, noise = c[-last:], shifts[-last:], noise[-last:]
-    if len(c) <= _MOST_STEPS:
-        coins = coin_costs.CoinSteps.of(c, shifts, noise, rate, initial)
+    if process.is_constant:
+        law = _law_of_equal_steps(float(c[0]), stop - start, rate)
+        unit = float(shifts[0] / noise[0])
+        return None if law is None else attrs.evolve(law, levels=law.levels * unit)
+    coins = CoinSteps.of(c, shifts, noise, rate) if len(c) <= _MOST_STEPS else None
+    tails = [] if coins is None else coin_costs.tails(coins)
+    return coin_costs.law_of_tails(tails) if tails else None
+
+
+@functools.lru_cache(maxsize=32)  # of other relations and of other noise, too
+def _law_of_equal_steps(contraction: float, num_steps: int, rate: float) -> DistanceLaw | None:
+    """In units of what one step adds to the distance, divided by its noise."""
+    tails, forgets = [], num_steps * (1 - contraction)
+    if 0 <= forgets <= _NEARLY_ONE:  # moduli of 1 are no smaller
+        tails += cycle_costs.tails(num_steps, rate)
+        if tails and num_steps * rate > _DENSE * forgets**2:
+            return coin_costs.law_of_tails(tails)
+    looked_at, initial = num_steps, 0.0
+    if contraction < 1:
+        log_forgotten = math.log(_FORGOTTEN * (1 - contraction))
+        last = math.ceil(log_forgotten / math.log(max(contraction, 1e-300))) + 1
+        if last < num_steps:
+            looked_at, initial = last, 1 / (1 - contraction)
+    if looked_at <= _MOST_STEPS:
+        ones = np.ones(looked_at)
+        coins = CoinSteps.of(contraction * ones, ones, ones, rate, initial)
         tails += [] if coins is None else coin_costs.tails(coins)
     return coin_costs.law_of_tails(tails) if tails else None
 

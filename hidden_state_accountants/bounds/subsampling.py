@@ -16,7 +16,6 @@ docs/theory/random_distance.md.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable
@@ -63,6 +62,7 @@ from hidden_state_accountants.process.conditions import Unmet
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
     noisy_process,
+    segments,
 )
 from hidden_state_accountants.process.stretching import BatchSizes, Stretching, modulus_lines
 
@@ -210,9 +210,11 @@ def _at_a_level(event: LastIterateDpEvent) -> tuple[LastIterateDpEvent, float]:
     return attrs.evolve(event, noise_multiplier=scaled), level / first
 
 
-def _as_many(length: int, segments: list[tuple[int, int]]) -> int:
+def _as_many(length: int, found: Counter[tuple[int, int]]) -> int:
     """As many segments of a length as a run amounts to, about, so that few are planned."""
-    number = sum(min(1.0, (stop - start) / length) for start, stop in segments)
+    number = sum(
+        count * min(1.0, (stop - start) / length) for (start, stop), count in found.items()
+    )
     return round(number) if number < _FEW_SEGMENTS else 2 ** round(math.log2(number))
 
 
@@ -264,16 +266,11 @@ class _SampledRun:
             return GaussianCurve(math.inf)
         if not event.release_steps:
             return self._best(0, event.num_steps, composed_steps(event, self.relation), 1)
-        ends = list(itertools.pairwise((0, *event.release_steps, event.num_steps)))
-        if self.process.is_constant:  # segments of one length cost the same
-            lengths = Counter(stop - start for start, stop in ends)
-            segments = [(0, length, count) for length, count in lengths.items()]
-        else:
-            segments = [(start, stop, 1) for start, stop in ends]
+        found = segments(event)
         return compose_curves(
             [
-                (self._segment_curve(start, stop, _as_many(stop - start, ends)), count)
-                for start, stop, count in segments
+                (self._segment_curve(start, stop, _as_many(stop - start, found)), count)
+                for (start, stop), count in found.items()
             ]
         )
 

@@ -33,7 +33,7 @@ _INTERVALS = 48  # of rho, to begin with
 _NEAR = np.linspace(-1.0, 1.0, 9)  # around the best rho so far, in intervals
 _ROUNDS = 5  # of looking there
 _WIDE = 1.0  # interval, in which every place has its best y
-_FAR, _BEYOND = 100.0, 1e100  # standard deviations: beyond them nothing is left; any number
+_FAR, _BEYOND = 40.0, 1e100  # standard deviations: beyond them nothing is left; any number
 _SMALLEST_DISTANCE = 1e-9  # what a smaller B_k is rounded up to
 _UNIT = 2.0**-42  # relative error of scipy's Phi, and of a sum, rounded up
 _TINY = 1e-300
@@ -194,12 +194,17 @@ class HiddenPlaceCurve(ComposableCurve):
     revealed: GaussianMixtureCurve
     _found: dict[float, float] = attrs.field(factory=dict, init=False, repr=False)
 
+    @functools.cached_property
+    def _orders(self) -> tuple[Sequence[Places], ...]:
+        """The distances for both orders of the data sets; one if they are alike."""
+        if all(np.array_equal(p.to_record, p.to_other) for p in self.places):
+            return (self.places,)
+        return self.places, tuple(p.exchanged for p in self.places)
+
     def _deltas(self, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The divergences of both orders."""
-        forward = _smallest(self.places, epsilons)
-        if all(np.array_equal(p.to_record, p.to_other) for p in self.places):
-            return forward, forward
-        return forward, _smallest([p.exchanged for p in self.places], epsilons)
+        found = [_smallest(places, epsilons) for places in self._orders]
+        return found[0], found[-1]
 
     def delta(self, epsilon: float) -> float:
         revealed = self.revealed.delta(epsilon)
@@ -220,11 +225,18 @@ class HiddenPlaceCurve(ComposableCurve):
             return 0.0
 
         def excess(epsilon: float) -> float:
-            return math.log(max(self.delta(epsilon), _TINY) / delta)
+            largest = max(float(p.deltas(np.array([epsilon]))[0]) for p in best)
+            return math.log(max(min(largest, self.revealed.delta(epsilon)), _TINY) / delta)
 
-        if excess(high) > 0:  # by the tolerance
-            return high
-        root = optimize.brentq(excess, 0.0, high, xtol=_PRECISION * high, rtol=_PRECISION)
+        root, best = high, [places[0] for places in self._orders]
+        for _ in range(len(self.places)):  # the best R there, which may be another one elsewhere
+            found = [min(o, key=lambda p: p.deltas(np.array([root]))[0]) for o in self._orders]
+            if root < high and found == best:
+                break
+            best = found
+            if excess(high) > 0:  # by the tolerance
+                return high
+            root = optimize.brentq(excess, 0.0, high, xtol=_PRECISION * high, rtol=_PRECISION)
         step = _PRECISION
         while self.delta(root) > delta:  # round towards more epsilon, never less
             root = min(high, root * (1 + step) + step * high)

@@ -10,6 +10,8 @@ from the update rule.
 from __future__ import annotations
 
 import functools
+import itertools
+from collections import Counter
 from collections.abc import Sequence
 
 import attrs
@@ -199,6 +201,17 @@ class NoisyProcess:
         result = np.zeros(len(whole))
         result[first :: self.period] = whole[first :: self.period]
         return result
+
+
+def segments(event: LastIterateDpEvent) -> Counter[tuple[int, int]]:
+    """The steps before and at the end of segments between releases, and how many are alike.
+
+    Those of equal steps are alike if they are equally long, and start at 0.
+    """
+    ends = itertools.pairwise((0, *event.release_steps, event.num_steps))
+    if event.has_schedules:
+        return Counter(ends)
+    return Counter((0, stop - start) for start, stop in ends)
 
 
 def unmet_conditions(

@@ -865,16 +865,28 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "bounds/solvers/two_places.py": {
         "theorems/test_hidden_place.py": {
             "the_record_is_one_gradient_from_the_stand_in": (
-                "to_record = distances(places, 2 * one, home, initial)",
-                "to_record = distances(places, one, home, initial)",
+                "to_other = distances(places, 2 * one, home)",
+                "to_other = distances(places, one, home)",
             ),
             "the_other_run_is_one_gradient_from_the_stand_in": (
-                "distances(places, 2 * one if is_replaced else one, home, 0.0)",
-                "distances(places, 0.5 * one, home, 0.0)",
+                "            to_other = distances(places, one, home)",
+                "            to_other = distances(places, 0.5 * one, home)",
             ),
             "home_is_left_out": (
-                "segment.mu_squared(place, at_place, home, one, start)",
-                "segment.mu_squared(place, at_place, home, 0.0, start)",
+                "segment.mu_squared({place: at_place, home: one})",
+                "segment.mu_squared({place: at_place, home: 0.0})",
+            ),
+            "homes_of_fresh_orders_are_left_out": (
+                "record += [(place, 2 * one), (home, one)]",
+                "record += [(place, 2 * one)]",
+            ),
+            "fresh_orders_leave_the_other_run_where_it_is": (
+                "other += [(place, 1.0), (home, one)]",
+                "other += []",
+            ),
+            "fresh_orders_count_the_last_place_alone": (
+                "between += [(place, 1.0)]",
+                "between = [(place, 1.0)]",
             ),
             "what_the_epochs_before_left_is_forgotten": (
                 "shifts[0, 0] = max(initial / self.shift_unit * self.whole, _TINY)",
@@ -894,12 +906,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
     "bounds/data_order.py": {
         "theorems/test_hidden_place.py": {
             "a_microbatch_is_one_gradient": (
-                "if event.is_microbatched or not (between",
-                "if not (between",
+                "if not event.is_microbatched and (mus",
+                "if (mus",
             ),
             "the_last_epoch_starts_in_one_state": (
-                "distance = min(distance, process.domain_diameter)",
-                "distance = 0.0",
+                "from_step(start), min(distance, process.domain_diameter)",
+                "from_step(start), 0.0",
             ),
         },
         "theorems/test_data_order.py::TestReshuffled": {
@@ -1398,8 +1410,12 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
             ),
             "costs_round_down": ("np.ceil(costs / width)", "np.floor(costs / width)"),
             "what_leaves_the_grid_of_costs_is_lost": (
-                "beyond += p * float(law[first:last, cells - cut :].sum())",
+                "beyond += p * float(last_cells[:kept][leaves, right[leaves] - 1].sum())",
                 "pass",
+            ),
+            "what_is_carried_rounds_down": (
+                "np.arange(1, used, round(wanted / height))",
+                "np.arange(round(wanted / height), used, round(wanted / height))",
             ),
             "what_is_carried_costs_nothing": ("x * (2 / h), x * (q / h)", "0 * x, x * (q / h)"),
             "of_several_tails_the_first_counts": (

@@ -31,8 +31,9 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
     law_of_sum,
 )
 
-_PROFILES = (0.2, 0.5)  # powers of W_i / W_T that h is, if more participations are
-_DENSE = 0.15  # expected in the time that the last iterate remembers; h = 1 for fewer
+_POWER = 0.6  # of W_i / W_T that h is for each root of the participations, up to 1, that are
+# expected in the time that the last iterate remembers
+_FLATTEST = 1e-60  # h where it underflows
 _EXACT, _GROWTH = 15, 0.06  # first steps one by one, then in chunks of a share of what is later,
 _CHUNKS = 80  # or of a larger one, so that there are about as many
 _NEAR = 0.97  # of all weight: the steps before it arise together
@@ -41,6 +42,7 @@ _CELLS, _ROWS = 1000, 100  # of the cost and of V
 _ROUGH = 8  # times fewer cells, to find where the law ends
 _FINER = 5.0  # ratio of the grids of the cost
 _MOST_GRIDS = 6
+_MOST_TRIES = 8
 _SMALLEST = 1e-17  # survival probability where the law ends
 _BULK = 0.99  # survival probability at which no finer grid is asked
 _GIVEN_UP = 1e-22  # probability of an outcome
@@ -103,9 +105,8 @@ def tails(steps: CoinSteps) -> list[tuple[np.ndarray, np.ndarray]]:
     """Levels of mu**2, ascending from 0, and bounds on the probability of more, on some grids."""
     if not steps.masses.any():
         return [(np.zeros(1), np.zeros(1))]
-    remembered = float(steps.weights.sum() / steps.weights.max())
-    powers = _PROFILES if steps.rate * remembered > _DENSE else (0.0,)
-    return [tail for power in powers for tail in _on_grids(_Walk.of(steps, power))]
+    dense = steps.rate * float(steps.weights.sum() / steps.weights.max())
+    return list(_on_grids(_Walk.of(steps, min(1.0, _POWER * math.sqrt(dense)))))
 
 
 def law_of_tails(tails: Sequence[tuple[np.ndarray, np.ndarray]]) -> DistanceLaw:
@@ -135,12 +136,14 @@ class _Stage:
         cost: What the outcomes cost if V = 0.
         cost_of_v: What they cost for each unit of V.
         added: What V grows by.
+        q: Q_i; V**2 is at most Q_i times the cost after it.
     """
 
     probabilities: np.ndarray
     cost: np.ndarray
     cost_of_v: np.ndarray
     added: np.ndarray
+    q: float
 
 
 @attrs.frozen(eq=False)
@@ -150,18 +153,16 @@ class _Walk:
     Attributes:
         stages: In the order in which V grows.
         rare: The probability of outcomes that none of them has.
-        largest_q: Q of the last stage: V**2 is at most Q times the cost.
     """
 
     stages: list[_Stage]
     rare: float
-    largest_q: float
 
     @classmethod
     def of(cls, steps: CoinSteps, power: float) -> _Walk:
         """Chunks that arise at their last step with their largest mass, and all far steps."""
         weights = np.cumsum(steps.weights)
-        profile = (weights / weights[-1]) ** power
+        profile = np.maximum((weights / weights[-1]) ** power, _FLATTEST)
         h, q = np.cumsum(steps.weights * profile), np.cumsum(steps.weights * profile**2)
         near = min(len(weights), 1 + int(np.searchsorted(weights, _NEAR * weights[-1])))
         last = min(near, len(weights) - 1)  # where the far steps arise
@@ -178,7 +179,7 @@ class _Walk:
             law = fewer_levels(law, _FAR_LEVELS)
             stages.append(_stage(law, float(h[last]), float(q[last])))
             rare += law.rare
-        return cls(stages, rare, float(q[last]))
+        return cls(stages, rare)
 
     @property
     def cost_of_one(self) -> float:
@@ -190,7 +191,7 @@ class _Walk:
 
 def _stage(law: DistanceLaw, h: float, q: float) -> _Stage:
     x = law.levels
-    return _Stage(law.probabilities, x**2 * (q / h**2), x * (2 / h), x * (q / h))
+    return _Stage(law.probabilities, x**2 * (q / h**2), x * (2 / h), x * (q / h), q)
 
 
 def _chunks(masses: np.ndarray) -> Iterator[tuple[int, int]]:
@@ -207,17 +208,21 @@ def _chunks(masses: np.ndarray) -> Iterator[tuple[int, int]]:
 
 def _on_grids(walk: _Walk) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Levels of the cost, and bounds on the probability of more, on finer and finer grids."""
-    top = 1e3 * walk.cost_of_one
-    while True:  # where the law ends
-        levels, tail = _survival(walk, top, _CELLS // _ROUGH, _ROWS)
+    top, is_above = 1e3 * walk.cost_of_one, False
+    for _ in range(_MOST_TRIES):  # where the law ends
+        levels, tail = _survival(walk, top, _CELLS // _ROUGH, _ROWS // 2)
         if tail[-1] > walk.rare + _SMALLEST:
+            if is_above:
+                break
             top *= 8
             continue
-        end = float(levels[np.argmax(tail <= walk.rare + _SMALLEST)])
-        if end > top / 8:
+        tried, is_above = top, True
+        top = float(levels[np.argmax(tail <= walk.rare + _SMALLEST)])
+        if top > tried / 2:
             break
-        top /= 8
-    top = end
+    if not is_above:
+        return
+    top *= 1 + 2 / _CELLS  # costs are rounded up
     for _ in range(_MOST_GRIDS):
         levels, tail = _survival(walk, top, _CELLS, _ROWS)
         yield levels, tail
@@ -228,32 +233,42 @@ def _on_grids(walk: _Walk) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
 def _survival(walk: _Walk, top: float, cells: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
     """Levels up to `top`, and bounds on the probability that the cost is larger."""
-    width, height = top / cells, math.sqrt(top * walk.largest_q) / rows
-    v = np.arange(rows) * height
-    law, beyond, used = np.zeros((rows, cells)), walk.rare, 1
+    width, largest_q = top / cells, walk.stages[-1].q
+    law, beyond, used, height = np.zeros((rows, cells)), walk.rare, 1, 0.0
     law[0, 0] = 1.0
     for stage in walk.stages:
+        # Rows twice as high when V may be twice as large.
+        wanted = math.sqrt(top * largest_q) / (rows - 2)
+        wanted /= 2 ** math.floor(math.log2(largest_q / stage.q) / 2)
+        if height and wanted > height:
+            starts = np.append(0, np.arange(1, used, round(wanted / height)))
+            law[: len(starts)] = np.add.reduceat(law[:used], starts, axis=0)
+            used = len(starts)
+        height = wanted
+        v = np.arange(rows) * height
         moved, reached = np.zeros((rows, cells)), 1
+        # The mass in as many of the last cells of each row.
+        last_cells = np.cumsum(law[:used, ::-1], axis=1)
         up = np.minimum(np.ceil(stage.added / height), rows).astype(int).tolist()
         for k, p in enumerate(stage.probabilities.tolist()):
             if p < _GIVEN_UP:
                 beyond += p
                 continue
             kept = min(used, rows - up[k])
-            beyond += p * float(law[kept:used].sum())
+            beyond += p * float(last_cells[kept:, -1].sum())
             if not kept:
                 continue
             costs = stage.cost[k] + stage.cost_of_v[k] * v[:kept]
             right = np.minimum(np.ceil(costs / width), cells).astype(int)
+            leaves = right > 0
+            beyond += p * float(last_cells[:kept][leaves, right[leaves] - 1].sum())
             # Neighbouring rows that move by as many cells are moved together.
             edges = [0, *(np.flatnonzero(np.diff(right)) + 1).tolist(), kept]
             for first, last in itertools.pairwise(edges):
                 cut = int(right[first])
                 if cut == cells:
-                    beyond += p * float(law[first:kept].sum())
                     break
                 moved[first + up[k] : last + up[k], cut:] += p * law[first:last, : cells - cut]
-                beyond += p * float(law[first:last, cells - cut :].sum())
                 reached = max(reached, last + up[k])
         law, used = moved, reached
     above = np.append(np.cumsum(law.sum(axis=0)[:0:-1])[::-1], 0.0) + beyond

@@ -66,16 +66,13 @@ class _Cycles:
             edges = np.unique(np.linspace(before, end, parts + 1).astype(int))
             for low, high in itertools.pairwise(edges.tolist()):
                 heads = _heads(high, rate)
-                found.append(
-                    (
-                        np.full(len(heads), group),
-                        heads**2 / (low + 1),
-                        (high - low) * stats.binom.pmf(heads, high, rate),
-                    )
-                )
-        group, costs, masses = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+                found.append(np.broadcast_arrays(group, low, high, heads))
+        group, low, high, heads = np.concatenate(found, axis=1)
+        masses = (high - low) * stats.binom.pmf(heads, high, rate)
+        kept = masses > 0
+        costs = heads**2 / (low + 1)
         rare = _GIVEN_UP * num_steps * len(numbers)
-        return cls(np.array(numbers), group, costs, masses, rare)
+        return cls(np.array(numbers), group[kept], costs[kept], masses[kept], rare)
 
     def from_which(self, rung: int) -> tuple[np.ndarray, np.ndarray]:
         """Groups at which another number of steps is left, and these numbers' places."""
@@ -202,5 +199,4 @@ def _heads(number: int, rate: float) -> np.ndarray:
     mean, wide = number * rate, math.sqrt(number * rate)
     first = max(0, math.floor(mean - 12 * wide))
     last = min(number, math.ceil(mean + 12 * wide + 30))
-    heads = np.arange(first, last + 1)
-    return heads[stats.binom.pmf(heads, number, rate) > 0]
+    return np.arange(first, last + 1)

@@ -1,7 +1,7 @@
 r"""Theorem A for a record that is in one batch of every epoch, and a second one that is in another.
 
-The distances A and C of Theorem F (docs/theory/hidden_place.md): two runs differ in every epoch at
-the place of the record and at its home, by multiples of what one record moves an update. The
+The distances of Theorem F (docs/theory/hidden_place.md): two runs differ in every epoch at the
+place of the record and at its home, by multiples of what one record moves an update. The
 optimum is the isotonic regression of `shifts`, in which a participation and the steps up to
 the next one are a block.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Mapping
 
 import attrs
 import numpy as np
@@ -22,7 +23,12 @@ _SPAN = 300.0  # nats of products of moduli within an epoch, or in a group of ep
 _FORGOTTEN = -250.0  # log of a product of moduli: all epochs before it are one group
 _GROWTH = 0.01  # of what comes after a group of epochs or places, which it may have
 _MOST_TERMS = 120_000
+_FEW_PLACES = 0.25  # growth of groups of places in two epochs, every pair of which is a pattern
+_MOST_PATTERNS = 2000
 _TINY = 1e-300  # what underflows is rounded up: no shift is forgotten
+
+
+_Moves = list[tuple[int | None, float]]  # positions, if reached, and distances of updates there
 
 
 @attrs.frozen(eq=False)
@@ -66,7 +72,7 @@ class EpochSums:
         if not np.isfinite(later).all():
             return None
         forgotten = int(np.argmax(later.max(axis=1) > _FORGOTTEN))
-        last = forgotten + _last_of_groups(len(later) - forgotten)
+        last = forgotten + _last_of_groups(len(later) - forgotten, _GROWTH)
         group = np.searchsorted(last, np.arange(len(later)))
         at_end = later[last, -1]
         relative = later - at_end[group, None]
@@ -91,26 +97,21 @@ class EpochSums:
             (shift_unit / noise_unit) ** 2 * (1 + rounding),
         )
 
-    def mu_squared(
-        self, place: int, at_place: float, home: int, at_home: float, initial: float = 0.0
-    ) -> float:
-        """Returns mu**2 of two runs that differ at two places of every epoch.
+    def mu_squared(self, moves: Mapping[int, float], initial: float = 0.0) -> float:
+        """Returns mu**2 of two runs that differ at some positions of every epoch.
 
         Args:
-            place: The first position.
-            at_place: The distance of their updates there, in sensitivities of the process.
-            home: The second position; if it is the first one, `at_home` counts alone.
-            at_home: The distance of their updates there.
+            moves: The distance of their updates at each position, in sensitivities of the process.
             initial: The distance of the two runs at the start of the segment.
         """
-        moves = sorted({place: at_place, home: at_home}.items())
-        cuts = [0, *(position for position, _ in moves), self.weights.shape[1]]
+        ordered = sorted(moves.items())
+        cuts = [0, *(position for position, _ in ordered), self.weights.shape[1]]
         sums = np.stack(
             [self.weights[:, a:b].sum(axis=1) for a, b in itertools.pairwise(cuts)], axis=1
         )
         sums[:, 0] += self.earlier
         shifts = np.zeros_like(sums)
-        for column, (position, factor) in enumerate(moves, 1):
+        for column, (position, factor) in enumerate(ordered, 1):
             shifts[:, column] = factor * self.shifts[:, position]
         if initial:
             shifts[0, 0] = max(initial / self.shift_unit * self.whole, _TINY)
@@ -124,7 +125,7 @@ class EpochSums:
 
 
 def hidden_places(
-    process: NoisyProcess, between: np.ndarray, *, is_replaced: bool, initial: float = 0.0
+    process: NoisyProcess, between: np.ndarray, *, is_replaced: bool
 ) -> tuple[Places, ...]:
     """Returns the distances of Theorem F for one secret order, for each home of the record.
 
@@ -135,7 +136,6 @@ def hidden_places(
         process: The process under the relation.
         between: B_k, shape (period,).
         is_replaced: True if the record is replaced by another one, False if it has no gradient.
-        initial: The distance of the run with the record from both others at the start.
 
     Returns:
         One entry for each home; none where products of moduli are out of range, or the sums have
@@ -154,27 +154,99 @@ def hidden_places(
         return ()
     one = 1 / 2 if is_replaced else 1.0  # the shift of one gradient, in sensitivities
 
-    def distances(places: np.ndarray, at_place: float, home: int, start: float) -> np.ndarray:
+    def distances(places: np.ndarray, at_place: float, home: int) -> np.ndarray:
         unique, index = np.unique(places, return_inverse=True)
         found = [
-            sum(segment.mu_squared(place, at_place, home, one, start) for segment in sums)
+            sum(segment.mu_squared({place: at_place, home: one}) for segment in sums)
             for place in unique.tolist()
         ]
         return np.sqrt(found)[index]
 
     result = []
     for home, places in looked_at.items():
-        to_record = distances(places, 2 * one, home, initial)
-        to_other = to_record
-        if initial or not is_replaced:
-            to_other = distances(places, 2 * one if is_replaced else one, home, 0.0)
+        to_record = to_other = distances(places, 2 * one, home)
         if not is_replaced:
+            to_other = distances(places, one, home)
             to_other[home] = 0.0  # R is the other run
         _, firsts, index = np.unique(places, return_index=True, return_inverse=True)
         largest = np.maximum.reduceat(between, firsts)[index]
         weights = np.full(period, 1 / period)
         result.append(Places.of(weights, to_record, largest, to_other))
     return tuple(result)
+
+
+def places_of_fresh_orders(
+    process: NoisyProcess, initial: float, *, is_replaced: bool
+) -> tuple[Places, ...]:
+    """Returns the distances of Theorem F where every epoch of a process has an order of its own.
+
+    A pattern is a place in each of them, and so is a home.
+
+    Args:
+        process: One or two epochs, under the relation, without releases.
+        initial: The distance of the run with the record from both others at the start.
+        is_replaced: As for `hidden_places`.
+
+    Returns:
+        One entry for each choice of the homes; none where products of moduli are out of range, the
+        last step has no noise, or two epochs have too many patterns.
+    """
+    period, steps = process.period, process.num_steps
+    sums = EpochSums.of(attrs.evolve(process, period=steps), 0, steps)
+    if sums is None or not process.noise_std[-1] > 0:
+        return ()
+    epochs = [(start, min(start + period, steps)) for start in range(0, steps, period)]
+    growth = _GROWTH if len(epochs) == 1 else _FEW_PLACES
+    if not process.is_constant or process.contraction[0] > 1:
+        growth = 0.0
+    one = 1 / 2 if is_replaced else 1.0  # the shift of one gradient, in sensitivities
+
+    def mu(moves: _Moves, start: float) -> float:
+        reached = {place: factor for place, factor in moves if place is not None}
+        return math.sqrt(sums.mu_squared(reached, start))
+
+    # The batches that are used first and last, and those that are not used where there are any.
+    first, last = tuple(start for start, _ in epochs), tuple(stop - 1 for _, stop in epochs)
+    unused = *last[:-1], last[-1] if steps % period == 0 else None
+    result = []
+    for homes in dict.fromkeys((first, last, unused)):
+        choices = [
+            _places_of_an_epoch(*epoch, period, home, growth)
+            for epoch, home in zip(epochs, homes, strict=True)
+        ]
+        if len(epochs) > 1 and math.prod(map(len, choices)) > _MOST_PATTERNS:
+            return ()
+        rows = []
+        for pattern in itertools.product(*choices):
+            record, between, other = _Moves(), _Moves(), _Moves()
+            for (place, _), home in zip(pattern, homes, strict=True):
+                between += [(place, 1.0)]
+                if place == home:
+                    record += [(home, one)]
+                    other += [(home, one if is_replaced else 0.0)]
+                else:
+                    record += [(place, 2 * one), (home, one)]
+                    other += [(place, 1.0), (home, one)]
+            weight = math.prod(count / period for _, count in pattern)
+            rows.append((weight, mu(record, initial), mu(between, initial), mu(other, 0.0)))
+        result.append(Places.of(*np.array(rows).T))
+    return tuple(result)
+
+
+def _places_of_an_epoch(
+    start: int, stop: int, period: int, home: int | None, growth: float
+) -> list[tuple[int | None, int]]:
+    """The last place of every group of places, none for those not reached, and the places' number.
+
+    A participation that is moved later never costs less, if the steps are equal and c <= 1.
+    """
+    cuts = sorted({start, stop} | ({home, home + 1} if home is not None else set()))
+    places: list[tuple[int | None, int]] = []
+    for left, right in itertools.pairwise(cuts):
+        last = left + _last_of_groups(right - left, growth)
+        places += zip(last.tolist(), np.diff(last, prepend=left - 1).tolist(), strict=True)
+    missing = period - (stop - start)
+    return places + ([(None, missing)] if missing else [])
 
 
 def _representatives(process: NoisyProcess, home: int) -> np.ndarray:
@@ -190,15 +262,15 @@ def _representatives(process: NoisyProcess, home: int) -> np.ndarray:
     places = np.empty(period, dtype=int)
     cuts = sorted({0, process.num_steps % period, home, home + 1, period})
     for left, right in itertools.pairwise(cuts):
-        last = left + _last_of_groups(right - left)
+        last = left + _last_of_groups(right - left, _GROWTH)
         places[left:right] = np.repeat(last, np.diff(last, prepend=left - 1))
     return places
 
 
-def _last_of_groups(number: int) -> np.ndarray:
+def _last_of_groups(number: int, growth: float) -> np.ndarray:
     """The last element of each group of `number` elements, ascending; the last groups have one."""
     last, place = [], number - 1
     while place >= 0:
         last.append(place)
-        place -= max(1, int(_GROWTH * (number - place)))
+        place -= max(1, int(growth * (number - place)))
     return np.array(last[::-1])
