@@ -229,12 +229,12 @@ _DESCRIPTIONS: dict[type[DpEvent], tuple[str, str, Callable[..., Facts]]] = {
     LastIterateDpEvent: ("Privacy of the released model", "", _of_last_iterate),
     DiceSgdDpEvent: (
         "Privacy of all iterates (the error of the feedback stays hidden)",
-        "docs/theory/dice_sgd.md",
+        "docs/papers/dice_sgd.md",
         _of_dice_sgd,
     ),
     BlockCoordinateDpEvent: (
         "Privacy of the released blocks (last iterate only)",
-        "docs/theory/block_coordinate.md",
+        "docs/papers/block_coordinate.md",
         _of_block_coordinate,
     ),
 }

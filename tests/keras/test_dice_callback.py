@@ -87,7 +87,6 @@ def test_report(make_dice, relation):
         f"epsilon = {fixed_up(exact(EXPECTED, relation), 4)} at delta = 1e-05",
         f"neighboring relation: {relation.name}",
         "bound before clipping: 1.4143",
-        "published: ",
         "  - batches of equal size in the fixed order",
         "each entry of the loss is about one example of the batch",
         "losses and metrics of the training data",

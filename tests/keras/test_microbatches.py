@@ -50,7 +50,7 @@ def test_the_account_of_pairs(make_run, relation):
     assert epsilon == history["epsilon_if_released_now"][-1]
     assert epsilon > hsa.LastIterateAccountant().compose(EXPECTED).get_epsilon(DELTA)
     text = " ".join(run.callback.report(DELTA).split())
-    assert "with microbatches of 2" in text
+    assert "in microbatches of 2" in text
     assert "moves it by up to twice the clip norm" in text
 
 

@@ -379,7 +379,7 @@ def test_the_event_is_the_run(order):
     )
     expected = hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5)
     assert model.get_epsilon(1e-5) == pytest.approx(expected, rel=1e-9)
-    shown = model.report(1e-5).split("(last iterate):")[1].split()[0]
+    shown = model.report(1e-5).split("epsilon = ")[1].split()[0]
     assert float(shown) == pytest.approx(expected, rel=1e-3)
 
 

@@ -27,7 +27,7 @@ NEEDS = {
             ["--setting", "vertical", "--users", "60", "--epochs", "2"],
             "X at item-level epsilon 2",
         ),
-        ("dice_sgd_opacus.py", ["--epochs", "5", "--epsilon", "2"], "would claim epsilon"),
+        ("dice_sgd_opacus.py", ["--epochs", "5", "--epsilon", "2"], "claimed)"),
         ("transformers_trainer.py", ["--epochs", "2"], "epoch 2: epsilon 3.4"),
         ("frozen_transformer.py", [], "would it gain: yes"),
         ("lora.py", [], "102 parameters trained, epsilon 3.000"),
