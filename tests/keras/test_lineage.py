@@ -185,6 +185,46 @@ def test_copies_and_pickles(make_run, name, is_private, new_process):
 
 
 @pytest.mark.usefixtures("without_graphs")
+@pytest.mark.parametrize("name", COPIES)
+def test_copies_and_pickles_of_another_model_with_the_layers(make_run, name):
+    run = trained(make_run)
+    first = run.callback.privacy_event
+    around = tf.keras.Sequential([run.model, tf.keras.layers.Dense(1)])
+    around.build(run.model.input_shape)
+    after = private_run(COPIES[name](around), run)
+    after.train(1, verbose=False)
+    assert after.privacy_events == (first, after.privacy_event)
+
+
+@pytest.mark.usefixtures("without_graphs")
+def test_a_run_that_was_only_constructed_hides_no_other(make_run):
+    run = make_run()
+    first = private_run(run.model, run)
+    for _ in range(2):
+        private_run(run.model, run)  # with other settings, say
+    first.train(1, verbose=False)
+    event = first.privacy_event
+    for model in (copy.deepcopy(run.model), run.model):
+        after = private_run(model, run)
+        after.train(1, verbose=False)
+        assert after.privacy_events == (event, after.privacy_event)
+
+
+@pytest.mark.parametrize("through", [h5, keras, twice])
+def test_a_file_tells_of_the_run_with_a_fresh_optimizer(make_run, tmp_path, through, new_process):
+    run = trained(make_run)
+    first = run.callback.privacy_event
+    again = make_run()
+    again.model = run.model
+    compile_with(again, run_eagerly=True)  # and no fit
+    again.model = through(run.model, str(tmp_path / "model"))
+    new_process()
+    again.optimizer = again.model.optimizer
+    again.fit()
+    check_composed(again, first)
+
+
+@pytest.mark.usefixtures("without_graphs")
 def test_a_deep_copy_of_a_layer(make_run, new_process):
     run = make_run()
     layer = run.model.layers[0]

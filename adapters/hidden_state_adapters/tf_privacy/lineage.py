@@ -9,9 +9,11 @@ without an optimizer: that is declared by you.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -125,6 +127,7 @@ class Lineage:
     def __init__(self, trainer: Any):
         self._trainer = trainer
         self._before: dict[int, np.ndarray | None] = {}  # initial values, by the ids of variables
+        self._held_before: dict[int, Any] = {}  # other lineages, which may still train them first
         self.run_id = secrets.token_hex(16)
         self.earlier: tuple[PastRun, ...] = ()
         self.run: Run | None = None
@@ -161,11 +164,13 @@ class Lineage:
                 self.earlier = _each_once((*self.earlier, *_behind(new)))
             for variable in new:
                 self._before[id(variable)] = None if resumed else _value_or_none(variable)
+                self._held_before.setdefault(id(variable), _held(variable))
                 setattr(variable, _BEHIND, self)
         own = {id(variable) for variable in variables}
         for layer in [] if model is None else model._flatten_layers():
             if resumed or own & {id(variable) for variable in keras_api.trained(layer)}:
                 vars(layer)[_BEHIND] = self  # past Keras' bookkeeping
+                _watch_copies(layer)
 
     @property
     def is_over(self) -> bool:
@@ -188,8 +193,11 @@ class Lineage:
 
     def behind(self, variable: Any = None) -> tuple[PastRun, ...]:
         """Returns the runs behind a variable that this one trains or has trained; None for all."""
-        if not self._trainer.has_stepped:
-            return self.earlier
+        if not self._trainer.has_stepped:  # whoever held them before may have trained them since
+            ids = self._held_before if variable is None else [id(variable)]
+            others = [other for one in ids if (other := self._held_before[one]) is not None]
+            since = [past for other in others for past in other.behind(variable)]
+            return _each_once((*self.earlier, *since)) if since else self.earlier
         past = self.snapshot()
         if variable is not None:
             before = self._before[id(variable)]
@@ -264,6 +272,36 @@ def remember(fingerprints: Iterable[str], runs: tuple[PastRun, ...]) -> None:
     """
     for name in fingerprints:
         _read[name] = _each_once((*_read.get(name, ()), *runs))
+
+
+def _watch_copies(layer: Any) -> None:
+    """Lets a layer name its weights when they are written: Keras copies any model through a file."""
+    if (write := getattr(type(layer), "save_own_variables", None)) is not None:
+        vars(layer)["save_own_variables"] = functools.partial(_written, write, layer)
+
+
+def _written(write: Callable[..., Any], layer: Any, *args: Any) -> Any:
+    for variable in keras_api.variables(layer):
+        if runs := _behind([variable], [layer]):
+            remember([fingerprint([variable])], runs)
+    return write(layer, *args)
+
+
+@contextlib.contextmanager
+def told_by_optimizer(model: Any) -> Iterator[None]:
+    """Lets an optimizer with noise that took no step yet tell a file of the runs of its model."""
+    optimizer = getattr(model, "optimizer", None)
+    if not hasattr(optimizer, "loaded_runs") or optimizer.last_step.steps:
+        yield
+        return
+    kept, variables = (optimizer.loaded_runs, optimizer.loaded_weights), keras_api.variables(model)
+    runs = _each_once((*kept[0], *_behind(variables, model._flatten_layers())))
+    names = tuple(fingerprint([variable]) for variable in variables)
+    optimizer.loaded_runs, optimizer.loaded_weights = runs, (*kept[1], *names)
+    try:
+        yield
+    finally:
+        optimizer.loaded_runs, optimizer.loaded_weights = kept
 
 
 def runs_behind(model: Any) -> tuple[PastRun, ...]:

@@ -141,7 +141,7 @@ class PrivateOptimizer(legacy.Optimizer):
         self.settings = settings
         self._own = {**settings.to_plain(*_ARGUMENTS), **own}
         self.loaded_runs: tuple[PastRun, ...] = ()  # behind the weights of the file
-        self._loaded_weights: tuple[str, ...] = ()  # their fingerprints
+        self.loaded_weights: tuple[str, ...] = ()  # their fingerprints
 
     # What a subclass says
 
@@ -318,7 +318,7 @@ class PrivateOptimizer(legacy.Optimizer):
         """Returns all arguments, and what was trained, for whoever loads the file; see Keras."""
         trained = [] if self._steps is None else self._steps.variables
         runs = plain_runs(trained, self.loaded_runs)
-        names = [*self._loaded_weights, *(fingerprint([variable]) for variable in trained)]
+        names = [*self.loaded_weights, *(fingerprint([variable]) for variable in trained)]
         noted = {_RUNS: runs, _WEIGHTS: names} if runs else {}
         return {**self._keras.get_config(self), **self._own, **noted}
 
@@ -332,7 +332,7 @@ class PrivateOptimizer(legacy.Optimizer):
         names = tuple(arguments.pop(_WEIGHTS, ()))
         remember(names, runs)
         optimizer: PrivateOptimizer = super().from_config(arguments, custom_objects)
-        optimizer.loaded_runs, optimizer._loaded_weights = runs, names
+        optimizer.loaded_runs, optimizer.loaded_weights = runs, names
         return optimizer
 
     def __deepcopy__(self, memo: Any) -> PrivateOptimizer:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.lineage import reduced_with_runs
+from hidden_state_adapters.tf_privacy.lineage import reduced_with_runs, told_by_optimizer
 
 _WRITES = ("save", "save_weights", "export")
 
@@ -25,7 +25,8 @@ def watch_files(model: Any, note: Callable[[], Callable[[], None] | None]) -> No
     def noted(write: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
         if (say := note()) is not None:
             say()
-        return write(part, *args, **kwargs)
+        with told_by_optimizer(part):
+            return write(part, *args, **kwargs)
 
     def reduced(write: Callable[..., Any], part: Any, protocol: Any) -> Any:
         return reduced_with_runs(part, noted(write, part, protocol))
