@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.tf_privacy import cyclic_dataset
-from hidden_state_adapters.tf_privacy.data import HeldExamples
+from hidden_state_adapters.tf_privacy.data import HeldExamples, check_batched
 
 X, Y = np.arange(12.0).reshape(12, 1), np.arange(12)
 
@@ -36,6 +36,17 @@ def test_batches_repeat_in_order(source):
             np.testing.assert_array_equal(bx, X[4 * k : 4 * k + 4])
             np.testing.assert_array_equal(by, Y[4 * k : 4 * k + 4])
     assert dataset.element_spec[0].shape == (4, 1)  # known in advance: no ragged batch
+
+
+def test_rows_of_single_examples_do_not_count_as_examples():
+    """40 persons with 8 labelled moments each were 320 records."""
+    persons = tf.data.Dataset.from_tensor_slices((np.zeros((40, 8, 3)), np.zeros((40, 8))))
+    with pytest.raises(UnsupportedRunError, match="batch_size = None or 8"):
+        check_batched(persons, 10)
+    for batched in (persons.batch(10), persons.batch(10, drop_remainder=True)):
+        check_batched(batched, 10)
+        check_batched(batched, None)
+    check_batched(persons.batch(7), 10)
 
 
 def test_shuffles_and_augmentations_of_a_dataset_act_once():

@@ -153,6 +153,21 @@ def _is_batched(spec: Any) -> bool:
     return rows == {None} or (len(rows) == 1 and len(shapes) > 1)
 
 
+def check_batched(source: Any, batch_size: Any) -> None:
+    """Raises UnsupportedRunError if rows of a Dataset would count as examples, and need not be."""
+    if batch_size is None or not isinstance(source, tf.data.Dataset):
+        return
+    if not _is_batched(source.element_spec):
+        return
+    rows = tf.nest.flatten(source.element_spec)[0].shape[0]
+    if rows not in (None, batch_size):
+        raise UnsupportedRunError(
+            f"Expected batch_size = None or {rows} with a Dataset all parts of whose elements have "
+            f"a first axis of {rows}, got {batch_size}: they would be taken for batches, and every "
+            "row for an example. If each element is one example, pass dataset.batch(batch_size)."
+        )
+
+
 def _read(source: Any, y: Any, steps: int | None) -> tuple[tuple[Any, ...], int | None]:
     """Returns what a Dataset, a Sequence or a generator holds, and the rows of its first batch.
 

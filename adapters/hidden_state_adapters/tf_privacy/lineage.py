@@ -275,7 +275,7 @@ def remember(fingerprints: Iterable[str], runs: tuple[PastRun, ...]) -> None:
 
 
 def _watch_copies(layer: Any) -> None:
-    """Lets a layer name its weights when they are written: Keras copies any model through a file."""
+    """Lets a layer name its weights when they are written: Keras copies models through files."""
     if (write := getattr(type(layer), "save_own_variables", None)) is not None:
         vars(layer)["save_own_variables"] = functools.partial(_written, write, layer)
 

@@ -36,7 +36,7 @@ from hidden_state_adapters.tf_privacy.batches import (
     filled,
     multiple_of_sizes,
 )
-from hidden_state_adapters.tf_privacy.data import GivenWeights, HeldExamples
+from hidden_state_adapters.tf_privacy.data import GivenWeights, HeldExamples, check_batched
 from hidden_state_adapters.tf_privacy.gradients import (
     ExampleGradients,
     RowByRow,
@@ -305,6 +305,7 @@ class PrivateRun(PrivacyReport):
     def _held_and_dealt(self, given: Given) -> BatchPlan:
         """Copies the examples, and returns the plan of the batches that are dealt of them."""
         settings = self.settings
+        check_batched(given.x, given.batch_size)
         self._examples = HeldExamples(given.x, given.y, given.weights, given.steps_per_epoch)
         self._largest_weight = self._examples.given.largest
         self._asked = given.batches(self._examples.batch_size)
