@@ -197,6 +197,21 @@ def test_copies_and_pickles_of_another_model_with_the_layers(make_run, name):
 
 
 @pytest.mark.usefixtures("without_graphs")
+@pytest.mark.parametrize("is_around", [False, True], ids=["by a function", "of a model around"])
+def test_files_between_steps_are_released_whoever_writes_them(make_run, tmp_path, is_around):
+    run = make_run()
+    record, model = private_run(run.model, run), run.model
+    if is_around:
+        model = tf.keras.Sequential([model, tf.keras.layers.Dense(1)])
+        model.build(run.model.input_shape)
+    record.train(1, verbose=False)
+    steps = record.privacy_event.num_steps
+    tf.keras.models.save_model(model, tmp_path / "model.keras")
+    record.train(1, verbose=False)
+    assert steps in record.privacy_event.release_steps
+
+
+@pytest.mark.usefixtures("without_graphs")
 def test_a_run_that_was_only_constructed_hides_no_other(make_run):
     run = make_run()
     first = private_run(run.model, run)

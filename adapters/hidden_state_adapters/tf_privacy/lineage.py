@@ -119,6 +119,7 @@ class Lineage:
         ended: Reason why the run has no epsilon any more; "" as long as it has one.
         whole: Function that gives the run with all steps that could follow, while the weights may
             choose how many do, or which are kept; None elsewhere.
+        writes: Weak reference to what is called before weights are written to a file.
 
     Args:
         trainer: `Algorithm` that makes its steps.
@@ -134,6 +135,7 @@ class Lineage:
         self.steps = self.released = 0
         self.ended = _NOT_RECORDED
         self.whole: Callable[[], Run] | None = None
+        self.writes: Callable[[], Callable[[], None] | None] = lambda: None
 
     def begin(self, earlier: tuple[PastRun, ...], run_id: str | None = None) -> None:
         """Notes that the run is recorded, after earlier ones; with a name it goes on."""
@@ -281,6 +283,9 @@ def _watch_copies(layer: Any) -> None:
 
 
 def _written(write: Callable[..., Any], layer: Any, *args: Any) -> Any:
+    held = vars(layer).get(_BEHIND)
+    if isinstance(held, Lineage) and (say := held.writes()) is not None:
+        say()
     for variable in keras_api.variables(layer):
         if runs := _behind([variable], [layer]):
             remember([fingerprint([variable])], runs)

@@ -142,7 +142,8 @@ class RecordedRun:
         self._files_stay_private, self._private_step = files_stay_private, 0
         self._releases_next = False  # a file was written of a step that is not recorded yet
         self._lineage = optimizer.lineage
-        watch_files(model, weakref.WeakMethod(self._writes))
+        self._lineage.writes = weakref.WeakMethod(self._writes)
+        watch_files(model, self._lineage.writes)
         if state is None:
             self._begin()
         else:
