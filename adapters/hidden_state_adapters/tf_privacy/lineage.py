@@ -295,7 +295,7 @@ def _written(write: Callable[..., Any], layer: Any, *args: Any) -> Any:
 @contextlib.contextmanager
 def told_by_optimizer(model: Any) -> Iterator[None]:
     """Lets an optimizer with noise that took no step yet tell a file of the runs of its model."""
-    optimizer = getattr(model, "optimizer", None)
+    optimizer: Any = getattr(model, "optimizer", None)
     if not hasattr(optimizer, "loaded_runs") or optimizer.last_step.steps:
         yield
         return
