@@ -74,6 +74,26 @@ def test_a_layer_is_frozen_and_trained_again(arguments):
     assert run.engine.get_epsilon(DELTA) == whole.engine.get_epsilon(DELTA)
 
 
+@pytest.mark.parametrize("arguments", [{}, {"grad_sample_mode": "functorch"}])
+def test_what_a_closure_trains_again_gets_a_clip_and_noise(arguments):
+    """A loop that toggles layers around its passes takes the steps of one that trains all."""
+    runs = []
+    for toggles in (False, True):
+        generator = torch.Generator().manual_seed(1)
+        run = Run(layers(), batch_order="cyclic", noise_generator=generator, **arguments)
+        for records, labels in run.loader:
+
+            def closure(run=run, records=records, labels=labels):
+                run.module[0].requires_grad_(True)
+                run.optimizer.zero_grad()
+                run.criterion(run.model(records), labels).backward()
+
+            run.module[0].requires_grad_(not toggles)
+            run.optimizer.step(closure)
+        runs.append(weights(run.module))
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
 def test_a_bias_of_a_head_is_frozen_within_an_epoch():
     run = Run(nn.Linear(5, 3))
     kept = []

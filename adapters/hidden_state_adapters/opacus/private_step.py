@@ -169,11 +169,12 @@ class PrivateOptimizer(DPOptimizer):
         accounted.failure = _UNFINISHED  # until it is
         try:
             with torch.no_grad():
-                for block, params in enumerate(blocks):
+                for block in range(len(blocks)):
                     if closure is not None:
                         with torch.enable_grad():
                             closure()
-                    if not self._use_gradients(block, params):
+                    # What is trained may have changed in the closure.
+                    if not self._use_gradients(block, self.blocks[block]):
                         break
                     self._move(is_last=block == len(blocks) - 1)
             accounted.failure = ""
