@@ -55,6 +55,51 @@ def test_another_criterion_leaves_nothing_clipped():
         train(model, optimizer, nn.CrossEntropyLoss(), loader)
 
 
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda losses, weights: losses + 1e-3 * (weights**2).sum(),
+        lambda losses, weights: 0.5 * (2 * losses) + (weights**2).sum() / 2,
+        lambda losses, weights: (weights**2).sum() - (-losses),
+    ],
+)
+def test_a_penalty_on_the_weights_is_refused(loss):
+    """It is in no norm, but in the sum, times the clip factors of all records together."""
+    inner, model, _, criterion, loader = private(HiddenStatePrivacyEngine(), batch_order="cyclic")
+    features, labels = next(iter(loader))
+    with pytest.raises(hsa.UnsupportedRunError, match="a penalty in the loss"):
+        loss(criterion(model(features), labels), inner[0].weight).backward()
+
+
+def test_a_penalty_on_outputs_of_layers_is_a_loss_of_the_record():
+    _, model, optimizer, criterion, loader = private(
+        HiddenStatePrivacyEngine(), batch_order="cyclic"
+    )
+    for features, labels in loader:
+        outputs = model(features)
+        (criterion(outputs, labels) + 0.1 * outputs.square().sum(dim=1)).backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+        lambda model: model[0].weight.grad.mul_(100),
+        lambda model: setattr(model[2].bias, "grad", model[2].bias.grad * 100),
+    ],
+)
+def test_sums_that_are_changed_before_the_noise_are_refused(change):
+    inner, model, optimizer, criterion, loader = private(
+        HiddenStatePrivacyEngine(), batch_order="cyclic"
+    )
+    features, labels = next(iter(loader))
+    criterion(model(features), labels).backward()
+    change(inner)
+    with pytest.raises(hsa.UnsupportedRunError, match="step 1: expected the clipped sums"):
+        optimizer.step()
+
+
 def test_losses_in_a_column_would_not_be_clipped():
     _, model, _, criterion, loader = private(
         HiddenStatePrivacyEngine(), outputs=1, criterion=nn.BCEWithLogitsLoss(),

@@ -192,6 +192,7 @@ class SampledRun(Passes):
                 'pass of the criterion that make_private returned: with grad_sample_mode="ghost" '
                 "it makes the second pass, in which the gradients are clipped."
             )
+        self.ghost.check_sums()
         return norms.detach()
 
     def _has_other_inputs(self) -> Figure:

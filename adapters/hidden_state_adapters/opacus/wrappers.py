@@ -35,9 +35,11 @@ class _Followed(GradSampleHooks):
 
     Attributes:
         cleared: Is told that the gradients of the parameters were cleared.
+        outputs: Nodes of the graph that are outputs of layers, where ghost clipping looks.
     """
 
     cleared: Callable[[], None] | None = None
+    outputs: set[Any]
     _clips_sums = False  # into .grad, where a pass that is not trained would leave something
 
     def add_hooks(self, **options: Any) -> None:
@@ -70,6 +72,9 @@ class _Followed(GradSampleHooks):
         first = output[0] if isinstance(output, tuple | list) else output
         if not (isinstance(first, torch.Tensor) and first.requires_grad):
             return
+        if self._clips_sums:
+            parts = output if isinstance(output, tuple | list) else (output,)
+            self.outputs.update(x.grad_fn for x in parts if isinstance(x, torch.Tensor))
         kept: Any = getattr(module, "activations", ())
         if len(kept) > before:
             first.register_hook(functools.partial(self._take_gradient, module, [kept[-1]]))
@@ -163,6 +168,55 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
 
     _clips_sums = True
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        self.__dict__["outputs"] = set()
+        super().__init__(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "outputs": set(), "_sums": []}
+
+    def check_reached(self, losses: torch.Tensor) -> None:
+        """Raises UnsupportedRunError if losses reach a parameter beside the outputs of its layer.
+
+        What does so has no part in the norms, but in the sum, with the clip factors of all records.
+        """
+        own = {id(param) for param in self.parameters() if param.requires_grad}
+        waiting, seen = [losses.grad_fn], {None, *self.outputs}
+        while waiting:
+            node: Any = waiting.pop()
+            if node in seen:
+                continue
+            if id(getattr(node, "variable", None)) in own:
+                raise UnsupportedRunError(
+                    "Expected a loss of the outputs of the model, got something beside them that "
+                    "reaches its parameters: a penalty in the loss, or another use of the weights. "
+                    'With grad_sample_mode="ghost" it is inside no clip, and one record changes '
+                    "how much of it is added. Leave it out; a penalty is the optimizer's "
+                    "weight_decay."
+                )
+            seen.add(node)
+            waiting += [following for following, _ in node.next_functions]
+        self.outputs.clear()
+
+    def note_sums(self) -> None:
+        """Notes the clipped sums that the second pass left."""
+        self.__dict__["_sums"] = self._sums_now()
+
+    def check_sums(self) -> None:
+        """Raises UnsupportedRunError if they were changed after the backward pass."""
+        pairs = zip(self.__dict__.pop("_sums", ()), self._sums_now(), strict=False)
+        if any(one is not now or was != count for (one, was), (now, count) in pairs):
+            raise UnsupportedRunError(
+                "expected the clipped sums that the backward pass left in .grad, got others: what "
+                "changes them (clip_grad_norm_, a scale, another loss) acts before the noise, "
+                "which is for the sums as they are. Leave the gradients alone until "
+                "optimizer.step()."
+            )
+
+    def _sums_now(self) -> list[Any]:
+        grads = [param.grad for param in self.parameters() if param.requires_grad]
+        return [(grad, None if grad is None else grad._version) for grad in grads]
+
     def get_norm_sample(self) -> torch.Tensor:
         """The norms of the gradients of every record.
 
@@ -234,6 +288,25 @@ class HeadModule(AbstractGradSampleModule):
         """There are none."""
 
 
+class _RowTensor(DPTensorFastGradientClipping):
+    """Losses of records that a loop may scale and add up."""
+
+    def backward(self) -> None:
+        """Makes both passes, if the parameters are reached through the layers alone."""
+        self.module.check_reached(self.loss_per_sample)
+        super().backward()
+        self.module.note_sums()
+
+
+def _of_rows(made: DPTensorFastGradientClipping) -> _RowTensor:
+    return _RowTensor(made.module, made.optimizer, made.loss_per_sample, made.loss_reduction)
+
+
+for _name in ("__truediv__", "__mul__", "__add__", "__sub__", "__rsub__", "__neg__"):
+    _own = getattr(DPTensorFastGradientClipping, _name)
+    setattr(_RowTensor, _name, lambda *args, _own=_own: _of_rows(_own(*args)))
+
+
 class RowLosses(DPLossFastGradientClipping):
     """The criterion of ghost clipping, which multiplies the losses of records with clip factors.
 
@@ -254,4 +327,4 @@ class RowLosses(DPLossFastGradientClipping):
                 "the clip factors of all records would multiply each of them. Flatten outputs and "
                 'targets (outputs.squeeze(1)), or use grad_sample_mode="hooks".'
             )
-        return made
+        return _of_rows(made)
