@@ -332,6 +332,22 @@ def test_the_sum_of_clip_norms_does_not_change(make):
         run.epoch()
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_clip_norms_of_layers_do_not_change(make, own):
+    """The noise is made from those of the start."""
+    norms = [3.0, 4.0]
+    runs = [make(**{**PER_LAYER, "max_grad_norm": norms, "batch_order": "cyclic"}) for _ in "ab"]
+    if own:
+        runs[0].optimizer.max_grad_norms[0] = 100.0
+        with pytest.raises(
+            hsa.UnsupportedRunError, match=r"uses max_grad_norms = \(100\.0, 4\.0\)"
+        ):
+            runs[0].epoch()
+    else:
+        norms[0] = 100.0  # the list of the call is no longer asked
+        assert runs[0].optimizer.max_grad_norms == runs[1].optimizer.max_grad_norms == [3.0, 4.0]
+
+
 # --- checkpoints ---------------------------------------------------------------------------------
 
 

@@ -121,6 +121,15 @@ def test_the_clip_norm_stays():
         train(model, optimizer, criterion, loader)
 
 
+def test_the_clip_norm_of_the_model_stays():
+    _, model, optimizer, criterion, loader = private(
+        HiddenStatePrivacyEngine(), batch_order="cyclic"
+    )
+    model.max_grad_norm = 100.0  # the noise would not follow it
+    with pytest.raises(hsa.UnsupportedRunError, match=r"max_grad_norm of the model = 100\.0"):
+        train(model, optimizer, criterion, loader)
+
+
 @pytest.mark.parametrize(
     "asked",
     [{"optimizer_class": DiceSGDOptimizer}, {"loss_geometry": hsa.LossGeometry.smooth(1.0)}],

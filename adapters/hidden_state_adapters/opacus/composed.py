@@ -78,7 +78,7 @@ class ComposedOptimizer(PrivateOptimizer):
         self._clipped = ""
         self._other_rule = ""  # of the last step that was not one of plain SGD
         if arguments.clips_per_layer:
-            self.max_grad_norms = arguments.max_grad_norm
+            self.max_grad_norms = list(arguments.max_grad_norm)  # type: ignore[arg-type]
             self._accumulate = DPPerLayerOptimizer.clip_and_accumulate
             self._clipped = ", clipped per layer"
         elif self.run.passes.ghost is not None:
@@ -124,7 +124,11 @@ class ComposedOptimizer(PrivateOptimizer):
     @property
     def settings(self) -> dict[str, Any]:
         """Those of all mechanisms; where Opacus clips, the clip norm of the noise, too."""
-        fixed = {"max_grad_norm": self.max_grad_norm} if self._accumulate else {}
+        fixed: dict[str, Any] = {"max_grad_norm": self.max_grad_norm} if self._accumulate else {}
+        if self._clipped:
+            fixed["max_grad_norms"] = tuple(self.max_grad_norms)
+        elif self._accumulate:
+            fixed["max_grad_norm of the model"] = self.run.passes.ghost.max_grad_norm
         return {**super().settings, **fixed}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
