@@ -100,6 +100,16 @@ def test_sums_that_are_changed_before_the_noise_are_refused(change):
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_on_parameters_are_refused(kind):
+    inner, model, optimizer, criterion, loader = private(
+        HiddenStatePrivacyEngine(), batch_order="cyclic"
+    )
+    getattr(inner[0].weight, kind)(lambda gradient: None)
+    with pytest.raises(hsa.UnsupportedRunError, match="or hooks on parameters"):
+        train(model, optimizer, criterion, loader)
+
+
 def test_losses_in_a_column_would_not_be_clipped():
     _, model, _, criterion, loader = private(
         HiddenStatePrivacyEngine(), outputs=1, criterion=nn.BCEWithLogitsLoss(),

@@ -205,12 +205,16 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
     def check_sums(self) -> None:
         """Raises UnsupportedRunError if they were changed after the backward pass."""
         pairs = zip(self.__dict__.pop("_sums", ()), self._sums_now(), strict=False)
-        if any(one is not now or was != count for (one, was), (now, count) in pairs):
+        has_hooks = any(
+            len(param._backward_hooks or ()) > 1 or param._post_accumulate_grad_hooks
+            for param in self.parameters()
+        )  # one is that of the run
+        if has_hooks or any(one is not now or was != count for (one, was), (now, count) in pairs):
             raise UnsupportedRunError(
-                "expected the clipped sums that the backward pass left in .grad, got others: what "
-                "changes them (clip_grad_norm_, a scale, another loss) acts before the noise, "
-                "which is for the sums as they are. Leave the gradients alone until "
-                "optimizer.step()."
+                "expected the clipped sums of the backward pass in .grad, got others, or hooks on "
+                "parameters: what changes them (clip_grad_norm_, a scale, another loss) acts "
+                "before the noise, which is for the sums as they are. Leave the gradients alone "
+                "until optimizer.step()."
             )
 
     def _sums_now(self) -> list[Any]:
