@@ -13,12 +13,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 CLIP = 0.3
 
 
-def private(engine, *, outputs=3, criterion=None, **arguments):
+def private(engine, *, outputs=3, criterion=None, model=None, **arguments):
     """(model, private model, optimizer, criterion, loader)"""
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(torch.randn(12, 5, generator=generator), torch.arange(12) % 3)
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, outputs))
+    model = model or nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, outputs))
     arguments = {"noise_multiplier": 0.0, "max_grad_norm": CLIP, **arguments}
     result = engine.make_private(
         module=model,
@@ -69,6 +69,28 @@ def test_a_penalty_on_the_weights_is_refused(loss):
     features, labels = next(iter(loader))
     with pytest.raises(hsa.UnsupportedRunError, match="a penalty in the loss"):
         loss(criterion(model(features), labels), inner[0].weight).backward()
+
+
+class _Tied(nn.Module):
+    """Uses the weights of a layer once more, below another layer or above all."""
+
+    def __init__(self, is_above):
+        super().__init__()
+        self.first, self.last, self.is_above = nn.Linear(5, 3), nn.Linear(3, 3), is_above
+
+    def forward(self, features):
+        hidden = self.first(features).relu_()
+        again = nn.functional.linear(hidden, self.first.weight[:, :3])
+        return self.last(hidden) + again if self.is_above else self.last(again)
+
+
+@pytest.mark.parametrize("is_above", [True, False])
+def test_another_use_of_the_weights_is_refused(is_above):
+    _, model, optimizer, criterion, loader = private(
+        HiddenStatePrivacyEngine(), model=_Tied(is_above), batch_order="cyclic"
+    )
+    with pytest.raises(hsa.UnsupportedRunError, match="another use of the weights"):
+        train(model, optimizer, criterion, loader)
 
 
 def test_a_penalty_on_outputs_of_layers_is_a_loss_of_the_record():

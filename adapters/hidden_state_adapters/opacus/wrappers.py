@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.opacus.gradients import NO_GRADIENTS
+from hidden_state_adapters.opacus.loader import tensors_of
 
 
 class _Followed(GradSampleHooks):
@@ -35,11 +36,12 @@ class _Followed(GradSampleHooks):
 
     Attributes:
         cleared: Is told that the gradients of the parameters were cleared.
-        outputs: Nodes of the graph that are outputs of layers, where ghost clipping looks.
+        outputs: Nodes of the graph that are outputs of layers, where ghost clipping looks, with the
+            nodes that are their inputs.
     """
 
     cleared: Callable[[], None] | None = None
-    outputs: set[Any]
+    outputs: dict[Any, list[Any]]
     _clips_sums = False  # into .grad, where a pass that is not trained would leave something
 
     def add_hooks(self, **options: Any) -> None:
@@ -73,8 +75,8 @@ class _Followed(GradSampleHooks):
         if not (isinstance(first, torch.Tensor) and first.requires_grad):
             return
         if self._clips_sums:
-            parts = output if isinstance(output, tuple | list) else (output,)
-            self.outputs.update(x.grad_fn for x in parts if isinstance(x, torch.Tensor))
+            into = [x.grad_fn for x in tensors_of(inputs)]
+            self.outputs.update((x.grad_fn, into) for x in tensors_of([output]))
         kept: Any = getattr(module, "activations", ())
         if len(kept) > before:
             first.register_hook(functools.partial(self._take_gradient, module, [kept[-1]]))
@@ -169,33 +171,35 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
     _clips_sums = True
 
     def __init__(self, *args: Any, **kwargs: Any):
-        self.__dict__["outputs"] = set()
+        self.__dict__["outputs"] = {}
         super().__init__(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "outputs": set(), "_sums": []}
+        return {**vars(self), "outputs": {}, "_sums": []}
 
     def check_reached(self, losses: torch.Tensor) -> None:
         """Raises UnsupportedRunError if losses reach a parameter beside the outputs of its layer.
 
         What does so has no part in the norms, but in the sum, with the clip factors of all records.
         """
-        own = {id(param) for param in self.parameters() if param.requires_grad}
-        waiting, seen = [losses.grad_fn], {None, *self.outputs}
+        trained = {id(param) for param in self.parameters() if param.requires_grad}
+        waiting, seen = [losses.grad_fn], {None}
         while waiting:
             node: Any = waiting.pop()
             if node in seen:
                 continue
-            if id(getattr(node, "variable", None)) in own:
+            if id(getattr(node, "variable", None)) in trained:
                 raise UnsupportedRunError(
                     "Expected a loss of the outputs of the model, got something beside them that "
                     "reaches its parameters: a penalty in the loss, or another use of the weights. "
                     'With grad_sample_mode="ghost" it is inside no clip, and one record changes '
                     "how much of it is added. Leave it out; a penalty is the optimizer's "
-                    "weight_decay."
+                    "weight_decay. (Nor may the output of a layer at several positions be "
+                    "changed in place: use inplace=False in the activation.)"
                 )
             seen.add(node)
-            waiting += [following for following, _ in node.next_functions]
+            into = self.outputs.get(node)
+            waiting += [own for own, _ in node.next_functions] if into is None else into
         self.outputs.clear()
 
     def note_sums(self) -> None:
