@@ -100,14 +100,14 @@ def several_steps_per_execution(run):
 
 
 CASES = [
-    (1, arrays, "fit on the data of the callback"),
+    (1, arrays, "fit on a dataset of cyclic_dataset"),
     (1, fewer_examples_than_declared, "dataset_size = 20 of the data, got 24"),
     (1, other_batch_size_than_declared, "batch_size = 6 of the data, got 4"),
     (1, shuffled_dataset, "not known"),
     (1, plain_dataset, "not known"),
     (1, generator, "not known"),
     (1, part_of_an_epoch, "batch 0, expected|of batch 3"),
-    (1, other_data_in_the_second_fit, "fit on the data of the callback"),
+    (1, other_data_in_the_second_fit, "fit on a dataset of cyclic_dataset"),
     (1, interrupted_epoch, "fit was interrupted"),
     (1, fit_without_the_callback, "took 12 steps, but 6 are recorded"),
     (1, fit_without_the_callback_before, "not recorded"),

@@ -19,15 +19,12 @@ from hidden_state_adapters.tf_privacy.other_callbacks import foreign_among, rele
 from hidden_state_adapters.tf_privacy.record import (
     FILES_STAY_PRIVATE,
     INTERRUPTED,
-    Dealt,
     RecordedRun,
     checked_relation,
 )
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.report import PrivacyReport
 from hidden_state_adapters.tf_privacy.settings import Declared
-
-_EQUAL = "batches of equal size, each once per epoch, one step each"
 
 
 class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
@@ -48,7 +45,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         CyclicDPKerasSGDOptimizer, a `DiceSgdDpEvent` (all iterates) for the Dice optimizers, a
         `BlockCoordinateDpEvent` for BlockCoordinateKerasOptimizer (whole epochs; blocks that are
         released within the run are accounted by composition).
-      - Checked: with `data` that fit trains on them, and no other dataset of `cyclic_dataset`; one
+      - Checked: that fit trains on a dataset of `cyclic_dataset`, the same one in every call; one
         step is made on each batch; layers, and the callbacks of `with_others`, are ones that can be
         accounted; after every step its learning rate, its number of rows, and that its gradients
         are finite and not longer than declared; when an epoch begins and when epsilon is asked for,
@@ -63,8 +60,8 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
     The metrics of the model are reset after every epoch, because `Model.save` would store them.
 
     Args:
-        data: Dataset of `cyclic_dataset` that fit is going to be given, as it is. Without it that
-            the batches are such ones is declared by you.
+        data: Dataset of `cyclic_dataset` that fit is going to be given, as it is; None for the one
+            that it asks for batches.
         dataset_size: Number of examples; None for that of `data`. Those that
             cyclic_dataset(..., drop_remainder=True) leaves out may be counted or not; the event
             does not count them.
@@ -106,7 +103,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         loss_geometry: LossGeometry | None = None,
     ):
         super().__init__()
-        self._data, self._passes = data, 0
+        self._data, self._passes = data, dict[CyclicDataset, int]()
         self._batch_size, self._dataset_size = _sizes(data, batch_size, dataset_size)
         if target_delta is not None:
             target_delta = validate.target_delta(target_delta)
@@ -151,7 +148,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         refuse_in_budget("private run of Keras")
         if self._is_within_fit:
             self._end_interrupted()
-        self._passes = 0 if self._data is None else self._data.passes
+        self._passes = {data: data.passes for data in CyclicDataset.alive}
         self._is_within_fit, self._is_checked = True, False
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -159,20 +156,20 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         if self._is_checked:
             return
         self._is_checked = True
-        if self._data is not None:
-            if self._data.passes == self._passes:
-                raise UnsupportedRunError(
-                    "Expected fit on the data of the callback, got something else, or data with "
-                    "class_weight: which examples share a batch is not known. Pass to fit what the "
-                    "callback was given, as it is; make_private(model) deals arrays itself, and "
-                    "takes weights."
-                )
-            keras_api.build(self.model, self._data)
-        elif not keras_api.is_built(self.model):
+        asked = [data for data, passes in self._passes.items() if data.passes > passes]
+        self._passes = {}
+        if len(asked) != 1 or self._data not in (None, *asked):
             raise UnsupportedRunError(
-                "Expected a model that is built, got one without variables. Pass data= to the "
-                "callback, or call model.build before fit."
+                "Expected fit on a dataset of cyclic_dataset, the same one in every call, got "
+                "something else, or data with class_weight: which examples share a batch is not "
+                "known. Pass to fit what cyclic_dataset(x, y, batch_size=) returned, as it is; "
+                "make_private(model) draws the batches itself, and takes weights."
             )
+        if self._data is None:
+            self._data = asked[0]
+            _sizes(self._data, self._batch_size, self._dataset_size)
+            self._dataset_size = self._data.batches.used
+        keras_api.build(self.model, self._data)
         if self._record is None:
             self._record = self._new_record()
         else:
@@ -204,9 +201,6 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         size = self._batch_size // each
         records = range(self._dataset_size // self._batch_size * size)
         plan = EqualPlan(records, size, BatchOrder.CYCLIC)
-        dealt = None
-        if self._data is None:
-            dealt = Dealt(_EQUAL, len(records) // size, lambda _: size)
         return RecordedRun(
             self.model,
             optimizer.begin_run(keras_api.trained(self.model), plan, each),
@@ -214,7 +208,6 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
             examples=len(records),
             relation=self._relation,
             declared=declared,
-            dealt=dealt,
             files_stay_private=self._checkpoints_stay_private,
         )
 
@@ -285,8 +278,6 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
             "fit had the callbacks that with_others returned, or this one alone"
             f"{of_user if names else ''}"
         )
-        if self._data is None:
-            yield "every call of fit trained on the same dataset of cyclic_dataset, as it is"
 
 
 def _sizes(

@@ -6,8 +6,9 @@ import hashlib
 import inspect
 import itertools
 import logging
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -46,11 +47,15 @@ class CyclicDataset(tf.data.Dataset):  # type: ignore[misc]
     Attributes:
         batches: What they hold.
         passes: Number of times that somebody asked for them.
+        alive: All such datasets of the process.
     """
+
+    alive: ClassVar[weakref.WeakSet[CyclicDataset]] = weakref.WeakSet()
 
     def __init__(self, dataset: Any, batches: CyclicBatches):
         self._dataset, self.batches, self.passes = dataset, batches, 0
         super().__init__(dataset._variant_tensor)
+        self.alive.add(self)
 
     def __iter__(self) -> Any:
         self.passes += 1
