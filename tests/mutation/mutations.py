@@ -234,7 +234,7 @@ _BY_FILE: dict[str, dict[str, dict[str, tuple[str, str]]]] = {
         },
     },
     "../adapters/hidden_state_adapters/opacus/private_step.py": {
-        "opacus/test_composition_as_opacus.py::test_what_a_closure_trains_again_gets_a_clip_and_noise": {
+        "opacus/test_composition_as_opacus.py": {
             "blocks_are_read_before_the_closure": (
                 "if not self._use_gradients(block, self.blocks[block]):",
                 "if not self._use_gradients(block, blocks[block]):",
