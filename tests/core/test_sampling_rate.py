@@ -14,7 +14,7 @@ from scipy import stats
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import LinearLosses
 from hidden_state_accountants.bounds import Composition, DiceSgd, Subsampling
-from hidden_state_accountants.runs import description
+from hidden_state_accountants.runs.statement import description_of
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
@@ -121,6 +121,10 @@ def test_statement_and_assumptions_say_it():
     guarantee = Composition().guarantee(event, SPECIAL)
     text = "63 of 60000 records, each drawn at a rate of 0.0010660981"
     assert any(text in str(a) for a in guarantee.assumptions)
-    assert text in dict(description.of_last_iterate(event, SPECIAL, 1e-5, {}).facts)["run"]
-    dice = dice_events.run(sampling_rate=0.2)
-    assert "each drawn at a rate of 0.2" in description.of_dice_sgd(dice, SPECIAL, 1e-5, {}).run
+    assert text in run_line(event)
+    assert "each drawn at a rate of 0.2" in run_line(dice_events.run(sampling_rate=0.2))
+
+
+def run_line(event):
+    _, _, facts = description_of(event)
+    return dict(facts(event, SPECIAL))["run"]
