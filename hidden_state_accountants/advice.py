@@ -39,9 +39,18 @@ Change = tuple[str, LastIterateDpEvent, bool]
 
 
 def single_changes(
-    event: LastIterateDpEvent, relation: NeighboringRelation, delta: float
+    event: LastIterateDpEvent,
+    relation: NeighboringRelation,
+    delta: float,
+    now: float | None = None,
 ) -> tuple[tuple[str, float], ...]:
     """(description, epsilon) of the run with one thing changed, each by `best_guarantee`.
+
+    Args:
+        event: Run.
+        relation: Neighboring relation.
+        delta: Delta where epsilon is read.
+        now: Epsilon of the run itself; None computes it.
 
     Returns:
         The changes that lower epsilon by a hundredth at least: a rate that stretches no distance,
@@ -54,7 +63,7 @@ def single_changes(
         except UnsupportedRunError:
             return math.inf
 
-    now, helpful = epsilon(event), []
+    now, helpful = epsilon(event) if now is None else now, []
     stretching = _shorter_steps(event, relation)
     for change in [*stretching, *_changes(event)]:
         description, changed, costs = change
@@ -76,9 +85,8 @@ def report_lines(
     """
     if not isinstance(event, LastIterateDpEvent):
         return []
-    return change_lines(
-        best_guarantee(event, relation).epsilon(delta), single_changes(event, relation, delta)
-    )
+    now = best_guarantee(event, relation).epsilon(delta)
+    return change_lines(now, single_changes(event, relation, delta, now))
 
 
 def _shorter_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> list[Change]:

@@ -132,6 +132,7 @@ def would_gain(
     delta = validate.target_delta(delta)
     relation = validate.neighboring_relation(neighboring_relation)
     guarantee = LastIterateAccountant(relation).compose(event).guarantee
+    epsilon = guarantee.epsilon(delta)
     poisson = math.inf
     if event.batch_order not in (BatchOrder.POISSON, BatchOrder.FULL):
         twin = attrs.evolve(event, batch_order=BatchOrder.POISSON, max_batch_size=None)
@@ -140,11 +141,11 @@ def would_gain(
         event=event,
         delta=delta,
         neighboring_relation=relation,
-        epsilon=guarantee.epsilon(delta),
+        epsilon=epsilon,
         theorem=guarantee.theorem,
         every_iterate=_of_all(event, relation, delta),
         with_poisson_batches=poisson,
-        change=next(iter(single_changes(event, relation, delta)), None),
+        change=next(iter(single_changes(event, relation, delta, epsilon)), None),
     )
     if gain.verdict == "no":
         return attrs.evolve(gain, reason=_why_nothing_contracts(event, relation))

@@ -27,35 +27,30 @@ def _page(path: Path) -> str:
     return f"from_repository/{path.relative_to(ROOT).with_suffix('.md').as_posix()}"
 
 
+def _relinked(text: str, docs: str, root: str) -> str:
+    """Text of a file of the root, whose links into docs/ and elsewhere get these beginnings."""
+    return re.sub(
+        r"(?<=\]\()(?!https?:|#)(docs/)?([^)\s]+)",
+        lambda match: (docs if match[1] else root) + match[2],
+        text,
+    )
+
+
 def _text(path: Path) -> str:
     text = path.read_text("utf-8")
     if path.suffix == ".cff":
         return f"# Citing\n\n```yaml\n{text}```\n"
     if path.suffix != ".py":
-        # Their links start at the root of the repository, two folders above this page.
-        return re.sub(
-            r"(?<=\]\()(?!https?:|#)(docs/)?([^)\s]+)",
-            lambda match: f"../{match[2]}" if match[1] else f"../../{match[2]}",
-            text,
-        )
+        return _relinked(text, docs="../", root="../../")  # the page is two folders below
     tree = ast.parse(text)
     title = (ast.get_docstring(tree) or path.name).split("\n")[0].rstrip(".")
     return f"# {title}\n\n`{path.relative_to(ROOT).as_posix()}`\n\n```python\n{text}```\n"
 
 
-def _home() -> str:
-    """The README, whose links start at the root of the repository."""
-    text = (ROOT / "README.md").read_text("utf-8")
-    return re.sub(
-        r"(?<=\]\()(?!https?:|#)(docs/)?([^)\s]+)",
-        lambda match: match[2] if match[1] else f"../{match[2]}",
-        text,
-    )
-
-
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Adds the README as the home page, and pages that are in no menu, for links and the search."""
-    files.append(File.generated(config, "index.md", content=_home()))
+    home = _relinked((ROOT / "README.md").read_text("utf-8"), docs="", root="../")
+    files.append(File.generated(config, "index.md", content=home))
     for path in [*PAGES, *sorted((ROOT / "examples").glob("*.py"))]:
         page = File.generated(config, _page(path), content=_text(path))
         page.inclusion = InclusionLevel.NOT_IN_NAV

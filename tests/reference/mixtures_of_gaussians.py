@@ -43,6 +43,24 @@ def half_lines(first, second, weights, epsilon):
     return best
 
 
+def run_of_linear_losses(rng, order, batches, rates, noise):
+    """A run of linear losses with batches of two, and a decay of 0 or a random one.
+
+    Returns:
+        The run, the standard deviation of its last iterate, and how far a slope of 1 in each step
+        moves it.
+    """
+    run = hsa.LastIterateDpEvent(
+        noise_multiplier=noise, learning_rate=rates, clip_norm=1.0, batch_size=2,
+        dataset_size=2 * batches, num_steps=len(rates), batch_order=order,
+        loss=hsa.LossGeometry.linear(1.0),
+        weight_decay=float(rng.choice([0.0, rng.uniform(0, 1) / rates.max()])),
+    )  # fmt: skip
+    kept = np.append(np.cumprod((1 - rates * run.weight_decay)[:0:-1])[::-1], 1.0)
+    moves = kept * rates / 2
+    return run, math.sqrt(((moves * noise) ** 2).sum()), moves
+
+
 def random_linear_run(rng, order, *, is_redrawn):
     """A random run, the scale of its iterates' law, and what a slope of 1 moves them by.
 
@@ -54,13 +72,6 @@ def random_linear_run(rng, order, *, is_redrawn):
         period, steps = int(rng.integers(2, 5)), int(rng.integers(1, 11))
     rates = np.exp(rng.normal(size=steps) * rng.choice([0.0, 1.5]))
     noise = np.exp(rng.normal(size=steps) * rng.choice([0.0, 0.7])) * rng.choice([0.3, 1.0, 2.0])
-    run = hsa.LastIterateDpEvent(
-        noise_multiplier=noise, learning_rate=rates, clip_norm=1.0, batch_size=2,
-        dataset_size=2 * period, num_steps=steps, batch_order=order,
-        loss=hsa.LossGeometry.linear(1.0),
-        weight_decay=float(rng.choice([0.0, rng.uniform(0, 1) / rates.max()])),
-    )  # fmt: skip
-    kept = np.append(np.cumprod((1 - rates * run.weight_decay)[:0:-1])[::-1], 1.0)
-    deviation = math.sqrt(((kept * rates * noise / 2) ** 2).sum())
-    by_epoch = np.pad(kept * rates / 2, (0, -steps % period)).reshape(-1, period)
+    run, deviation, moves = run_of_linear_losses(rng, order, period, rates, noise)
+    by_epoch = np.pad(moves, (0, -steps % period)).reshape(-1, period)
     return run, deviation, by_epoch

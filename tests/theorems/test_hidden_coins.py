@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation
-from mixtures_of_gaussians import divergence
+from mixtures_of_gaussians import divergence, run_of_linear_losses
 from runs import probe_run
 
 import hidden_state_accountants as hsa
@@ -117,16 +117,9 @@ def linear_run(rng, relation, order):
     steps, batches = int(rng.integers(1, 8)), int(rng.choice([2, 10, 40]))
     rates = np.exp(rng.normal(size=steps) * rng.choice([0.0, 1.0]))
     noise = rng.uniform(0.3, 1.2) * np.ones(steps)
-    run = hsa.LastIterateDpEvent(
-        noise_multiplier=noise, learning_rate=rates, clip_norm=1.0, batch_size=2,
-        dataset_size=2 * batches, num_steps=steps, batch_order=order,
-        loss=hsa.LossGeometry.linear(1.0),
-        weight_decay=float(rng.choice([0.0, rng.uniform(0, 1) / rates.max()])),
-    )  # fmt: skip
-    kept = np.append(np.cumprod((1 - rates * run.weight_decay)[:0:-1])[::-1], 1.0)
-    deviation = math.sqrt(((kept * rates * noise / 2) ** 2).sum())
+    run, deviation, moves = run_of_linear_losses(rng, order, batches, rates, noise)
     found, weights = patterns(steps, run.sampling_probability)
-    moves = found @ (kept * rates / 2)
+    moves = found @ moves
     g = float(rng.choice([-1.0, 1.0])) if order == "without_replacement" else 0.0
     other = float(rng.choice([-1.0, 0.0])) if relation is ONE else 0.0
     return run, deviation, weights, (1 - g) * moves, (other - g) * moves

@@ -163,20 +163,20 @@ class PrivateOptimizer(DPOptimizer):
             UnsupportedRunError: The run is not the declared one; the text says which step and what.
                 The step is then not taken.
         """
-        blocks = self.blocks
-        self._admit(closure, blocks)
+        count = len(self.blocks)
+        self._admit(closure, count)
         accounted, self._is_moving = self.run.accounted, False
         accounted.failure = _UNFINISHED  # until it is
         try:
             with torch.no_grad():
-                for block in range(len(blocks)):
+                for block in range(count):
                     if closure is not None:
                         with torch.enable_grad():
                             closure()
                     # What is trained may have changed in the closure.
                     if not self._use_gradients(block, self.blocks[block]):
                         break
-                    self._move(is_last=block == len(blocks) - 1)
+                    self._move(is_last=block == count - 1)
             accounted.failure = ""
         except BaseException as error:
             try:
@@ -189,7 +189,7 @@ class PrivateOptimizer(DPOptimizer):
         finally:
             self._piece = None
 
-    def _admit(self, closure: Any, blocks: Sequence[Any]) -> None:
+    def _admit(self, closure: Any, count: int) -> None:
         """Raises UnsupportedRunError, without effect on the run, if there is no step to take."""
         run = self.run
         run.check_alive()
@@ -202,10 +202,10 @@ class PrivateOptimizer(DPOptimizer):
             refuse_in_budget("run of HiddenStatePrivacyEngine")
             if self._schedule.num_steps is not None:
                 self._schedule.admit(run.num_steps + 1)
-            if closure is None and len(blocks) > 1:
+            if closure is None and count > 1:
                 raise UnsupportedRunError(
                     "Expected optimizer.step(closure), got no closure: the gradients of each of "
-                    f"the {len(blocks)} blocks are taken after the update of the block "
+                    f"the {count} blocks are taken after the update of the block "
                     "before. Put zero_grad(), forward and backward pass into a function."
                 )
         except UnsupportedRunError as error:

@@ -167,8 +167,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
             )
         if self._data is None:
             self._data = asked[0]
-            _sizes(self._data, self._batch_size, self._dataset_size)
-            self._dataset_size = self._data.batches.used
+            _, self._dataset_size = _sizes(self._data, self._batch_size, self._dataset_size)
         keras_api.build(self.model, self._data)
         if self._record is None:
             self._record = self._new_record()
