@@ -2,7 +2,8 @@
 
     python tests/mutation/check_mutations.py [--list] [--only NAME ...] [--workers 2]
 
-The mutants live in copies of the tracked files, in a temporary folder; the checkout is not touched.
+The mistakes are those of mutations.txt. The mutants live in copies of the tracked files, in a
+temporary folder; the checkout is not touched.
 Exit status 1 if a mutant survives the test that its entry names.
 """
 
@@ -20,10 +21,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import NamedTuple
 
-from mutations import MUTATIONS, Mutation
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
+HERE = pathlib.Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
 PACKAGE = "hidden_state_accountants"
 _SECONDS = 600  # several times what the slowest file takes: a mutant that loops is noticed as well
 
@@ -39,6 +40,33 @@ assert FOUND.is_relative_to(HERE), f"{{FOUND}} is not the copy in {{HERE}}"
 """
 
 
+class Mutation(NamedTuple):
+    """One mistake: what is wrong, in which file, and the test that notices it."""
+
+    name: str
+    path: str
+    old: str
+    new: str
+    test: str
+
+
+def read_mutations(text: str) -> Iterator[Mutation]:
+    """The mistakes of a table: files, below them their tests, below these a line for each."""
+    path = test = ""
+    for line in text.splitlines():
+        if line.startswith("    "):
+            name, _, passages = line[4:].replace(r"\n", "\n").partition(": ")
+            old, _, new = passages.partition(" =>")
+            yield Mutation(name, path, old, new[1:], test)
+        elif line.startswith("  "):
+            test = line.strip()
+        elif not line.startswith("#"):
+            path = line
+
+
+MUTATIONS = tuple(read_mutations((HERE / "mutations.txt").read_text(encoding="utf-8")))
+
+
 class StaleMutationError(Exception):
     """The passage that a mutation replaces is gone, or not unique."""
 
@@ -49,7 +77,7 @@ def mutated(mutation: Mutation, source: str) -> str:
     if count != 1:
         raise StaleMutationError(
             f"mutation {mutation.name} no longer applies: expected its passage once in "
-            f"{PACKAGE}/{mutation.path}, found it {count} times"
+            f"{mutation.path}, found it {count} times"
         )
     return source.replace(mutation.old, mutation.new)
 
@@ -100,7 +128,7 @@ def failing_test(copy: pathlib.Path, tests: list[str], *, workers: int = 0) -> s
 
 def noticed_by(copy: pathlib.Path, mutation: Mutation) -> str | None:
     """The test that notices the mutation, None if it survives."""
-    path = copy / PACKAGE / mutation.path
+    path = copy / mutation.path
     source = path.read_text(encoding="utf-8")
     path.write_text(mutated(mutation, source), encoding="utf-8")
     try:
@@ -147,7 +175,7 @@ def main() -> int:
         for copy in copies:
             copy_tracked_files(copy)
         for mutation in chosen:  # fail before the long part, not in the middle of it
-            mutated(mutation, (ROOT / PACKAGE / mutation.path).read_text(encoding="utf-8"))
+            mutated(mutation, (ROOT / mutation.path).read_text(encoding="utf-8"))
         print("without any mutation ...", end=" ", flush=True)
         start = time.monotonic()
         tests = sorted({f"tests/{mutation.test}" for mutation in chosen})

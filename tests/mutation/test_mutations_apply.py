@@ -19,7 +19,7 @@ def check():
 def test_every_mutation_applies_and_is_another_program(check):
     mutants = set()
     for mutation in check.MUTATIONS:
-        source = (ROOT / check.PACKAGE / mutation.path).read_text(encoding="utf-8")
+        source = (ROOT / mutation.path).read_text(encoding="utf-8")
         mutant = check.mutated(mutation, source)
         compile(mutant, mutation.path, "exec")
         assert mutant != source, mutation.name
