@@ -33,6 +33,11 @@ _SMALLEST_SCALE = 1e-3  # of the learning rate; one that is lowered by more trai
 _SCALES = 1000  # that are tried, each 0.7 % below the one before
 _ROUNDED = 1 + 1e-12  # relative error of moduli
 _EQUALS_COMPOSITION = "no contraction: epsilon equals composition (each epoch counts)"
+_NO_SHRINKING = "the update does not shrink distances (c = 1)"
+_NO_LOSS = (
+    "no loss is declared: a linear or softmax head on fixed features has a known one "
+    "(docs/losses.md), a network with hidden layers has none"
+)
 
 Change = tuple[str, LastIterateDpEvent, bool]
 """A description, the changed run, and whether the change may cost accuracy."""
@@ -42,7 +47,7 @@ def single_changes(
     event: LastIterateDpEvent,
     relation: NeighboringRelation,
     delta: float,
-    now: float | None = None,
+    now: float,
 ) -> tuple[tuple[str, float], ...]:
     """(description, epsilon) of the run with one thing changed, each by `best_guarantee`.
 
@@ -50,7 +55,7 @@ def single_changes(
         event: Run.
         relation: Neighboring relation.
         delta: Delta where epsilon is read.
-        now: Epsilon of the run itself; None computes it.
+        now: Epsilon of the run itself.
 
     Returns:
         The changes that lower epsilon by a hundredth at least: a rate that stretches no distance,
@@ -63,8 +68,7 @@ def single_changes(
         except UnsupportedRunError:
             return math.inf
 
-    now, helpful = epsilon(event) if now is None else now, []
-    stretching = _shorter_steps(event, relation)
+    helpful, stretching = [], _shorter_steps(event, relation)
     for change in [*stretching, *_changes(event)]:
         description, changed, costs = change
         value = epsilon(changed)
@@ -174,6 +178,17 @@ def _length_that_is_clipped(event: LastIterateDpEvent) -> float | None:
     return longest if float(np.min(event.per_step("clip_norm"))) < longest else None
 
 
+def why_nothing_contracts(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
+    """The reason why the steps of a run shrink no distance; empty if they do."""
+    process = process_of(event, relation)
+    if process is None:
+        return _NO_LOSS if event.loss is None else ""
+    c = float(process.contraction.max())
+    if c < 1:
+        return ""
+    return _NO_SHRINKING if c == 1 else f"a step stretches distances by up to c = {c:.6g}"
+
+
 def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
     """One line on a run whose update does not contract; empty if it does or is projected.
 
@@ -183,17 +198,11 @@ def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation
         event: One step of the run with its first hyper-parameters.
         relation: The neighbouring relation.
     """
-    process = process_of(event, relation)
-    if process is None:
-        return f"{_EQUALS_COMPOSITION}; no loss geometry is declared"
-    c = float(process.contraction[0])
-    if c < 1 or event.domain_diameter < math.inf:
+    reason = why_nothing_contracts(event, relation)
+    if event.loss is None:
+        return f"{_EQUALS_COMPOSITION}; {reason}"
+    if not reason or event.domain_diameter < math.inf:
         return ""
-    reason = (
-        f"one step stretches distances by up to c = {c:.6g}"
-        if c > 1
-        else "the update does not shrink distances (c = 1)"
-    )
     if event.batch_order not in (BatchOrder.CYCLIC, BatchOrder.FULL):
         return (
             f"no contraction: {reason}; what the secret order gains is in get_epsilon (assuming "

@@ -11,7 +11,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant
-from hidden_state_accountants.advice import single_changes
+from hidden_state_accountants.advice import single_changes, why_nothing_contracts
 from hidden_state_accountants.bounds.composition import composition_of
 from hidden_state_accountants.calibration import calibrate_noise
 from hidden_state_accountants.events.batch_order import BatchOrder
@@ -23,10 +23,6 @@ from hidden_state_accountants.process.noisy_process import process_of
 _ONLY = "only with these batches"
 _LEAST = 0.99  # of the stock epsilon; a gain of less is none
 _TOLERANCE = 1e-3  # of the noise multiplier at equal epsilon
-_NO_LOSS = (
-    "no loss is declared: a linear or softmax head on fixed features has a known one "
-    "(docs/losses.md), a network with hidden layers has none"
-)
 
 
 @attrs.frozen
@@ -148,7 +144,11 @@ def would_gain(
         change=next(iter(single_changes(event, relation, delta, epsilon)), None),
     )
     if gain.verdict == "no":
-        return attrs.evolve(gain, reason=_why_nothing_contracts(event, relation))
+        reason = why_nothing_contracts(event, relation)
+        if not reason and (process := process_of(event, relation)) is not None:
+            c = float(process.contraction.max())
+            reason = f"too few steps: one of them keeps up to c = {c:.4g} of a distance"
+        return attrs.evolve(gain, reason=reason)
     if isinstance(event.noise_multiplier, Schedule) or gain.stock == math.inf:
         return gain
     options: Any = {"neighboring_relation": relation, "tolerance": _TOLERANCE}
@@ -158,15 +158,3 @@ def would_gain(
 def _of_all(event: LastIterateDpEvent, relation: NeighboringRelation, delta: float) -> float:
     composed = composition_of(event, relation)
     return math.inf if composed is None else composed.epsilon(delta)
-
-
-def _why_nothing_contracts(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
-    process = process_of(event, relation)
-    if process is None:
-        return _NO_LOSS if event.loss is None else ""
-    c = float(process.contraction.max())
-    if c > 1:
-        return f"a step stretches distances by up to c = {c:.4g}"
-    if c == 1:
-        return "the update does not shrink distances (c = 1)"
-    return f"too few steps: one of them keeps up to c = {c:.4g} of a distance"

@@ -31,7 +31,7 @@ _NEIGHBOURS = {
     "REPLACE_ONE": "that differ in the records of one person",
     "REPLACE_SPECIAL": "that differ in one person, whose records have no gradient in one of them",
 }
-Changes = Callable[[float], Sequence[tuple[str, float]]]
+Changes = Callable[[float, float], Sequence[tuple[str, float]]]
 
 
 class Status(enum.Enum):
@@ -118,8 +118,8 @@ class Guarantee:
         alternatives: Name and reason of the bounds that do not apply or are larger.
         caveat: Why the claim is NOT proven; empty unless a published formula was asked for.
         citations: The papers behind the theorem.
-        changes: Maps a delta to (description, epsilon) of the run with one thing changed, the
-            most helpful first; None if the guarantee is not that of a single run.
+        changes: Maps a delta and the epsilon there to (description, epsilon) of the run with one
+            thing changed, the most helpful first; None if it is not that of a single run.
         group_size: In how many records two data sets may differ.
         event: What it is about: one run, or all that was composed; None if nobody told.
     """
@@ -214,7 +214,7 @@ class Guarantee:
         lines.append(f"epsilon at delta {delta:g}: {text_up(epsilon, 6)}")
         if self.caveat:
             lines.append(f"NOT PROVEN: {self.caveat}")
-        lines += change_lines(epsilon, self.changes(delta) if self.changes else ())
+        lines += change_lines(epsilon, self.changes(delta, epsilon) if self.changes else ())
         lines += [f"assumption, {assumption}" for assumption in self.assumptions]
         if bounds:
             lines += [f"not used: {name}: {reason}" for name, reason in self.alternatives]

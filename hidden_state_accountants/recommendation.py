@@ -55,8 +55,13 @@ from hidden_state_accountants.losses.envelope import LEAST_SOFTMAX_CLIP_NORM as 
 from hidden_state_accountants.losses.envelope import check_clip_norm, envelope_smoothing
 from hidden_state_accountants.process.stretching import likely_size
 
-ORDERS = (BatchOrder.POISSON, BatchOrder.FULL, BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
-_NAMED = (*ORDERS, BatchOrder.BALLS_IN_BINS)
+ORDERS = (
+    BatchOrder.POISSON,
+    BatchOrder.FULL,
+    BatchOrder.BALLS_IN_BINS,
+    BatchOrder.SHUFFLED_ONCE,
+    BatchOrder.CYCLIC,
+)
 _COMPOSED = (BatchOrder.POISSON, BatchOrder.FULL)
 _BATCHES = (4, 20, 100, 400)  # per epoch
 _LEAST_BATCH = 50
@@ -332,8 +337,8 @@ def recommend(
             goes by the classes.
         clip_norm: C, of the gradient in the predictions; None is that of the recipe.
         weight_decay: Decoupled weight decay. The recipe has none: it did not help.
-        orders: The batch orders that can be had; None is FULL, POISSON, SHUFFLED_ONCE and CYCLIC.
-            BALLS_IN_BINS counts where it is named.
+        orders: The batch orders that can be had; None is all of `ORDERS` that the
+            relation covers.
         epochs: Passes over the data; None tries 16, and 64 where these are few gradients.
         neighboring_relation: FULL and POISSON only under ADD_OR_REMOVE_ONE.
         spent: What is released of the same records beside the run, such as statistics of their
@@ -397,10 +402,12 @@ def _orders(
 ) -> Sequence[BatchOrder]:
     if isinstance(given, str):
         raise TypeError(f"Expected orders to be a list of batch orders, got {given!r}.")
-    orders = ORDERS if given is None else tuple(map(parse_batch_order, given))
+    # What a batch of balls in bins is must not follow from the number of records.
+    of_relation = _COMPOSED if relation is NeighboringRelation.ADD_OR_REMOVE_ONE else ORDERS
+    orders = of_relation if given is None else tuple(map(parse_batch_order, given))
     for order in orders:
-        if order not in _NAMED:
-            known = ", ".join(known.value for known in _NAMED)
+        if order not in ORDERS:
+            known = ", ".join(known.value for known in ORDERS)
             raise ValueError(f"Expected orders among {known}, got {order.value!r}.")
     covered = [order for order in orders if unmet_relation(order, relation) is None]
     if not covered:

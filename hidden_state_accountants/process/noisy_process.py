@@ -203,6 +203,7 @@ class NoisyProcess:
         return result
 
 
+@functools.lru_cache(maxsize=2)  # asked by the conditions of a bound, and by its proof
 def segments(event: LastIterateDpEvent) -> Counter[tuple[int, int]]:
     """The steps before and at the end of segments between releases, and how many are alike.
 

@@ -29,7 +29,7 @@ def epsilon(event, relation=RELATION):
 
 
 def changes(event, relation=RELATION):
-    return single_changes(event, relation, DELTA)
+    return single_changes(event, relation, DELTA, epsilon(event, relation))
 
 
 def named(event, words, relation=RELATION):
@@ -132,5 +132,5 @@ def test_lines_of_a_report():
 
 
 def test_a_run_that_does_not_contract_says_so():
-    assert "no loss geometry is declared" in no_contraction_line(probe(loss=None), RELATION)
+    assert "no loss is declared" in no_contraction_line(probe(loss=None), RELATION)
     assert no_contraction_line(probe(), RELATION) == ""

@@ -88,7 +88,7 @@ def test_no_says_why(changes, reason):
 def test_the_change_is_the_first_one_of_the_advice():
     event = run("cyclic")
     guarantee = hsa.LastIterateAccountant().compose(event).guarantee
-    assert hsa.would_gain(event).change == guarantee.changes(DELTA)[0]
+    assert hsa.would_gain(event).change == guarantee.changes(DELTA, epsilon(event))[0]
 
 
 def test_a_rate_that_stretches_is_the_change_that_matters():

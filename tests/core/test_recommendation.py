@@ -66,7 +66,6 @@ def test_the_best_is_no_worse_than_composition_with_the_same_gradients():
     assert {c.event.batch_order for c in found} == set(hsa.BatchOrder) - {
         BatchOrder.RESHUFFLED,
         BatchOrder.WITHOUT_REPLACEMENT,
-        BatchOrder.BALLS_IN_BINS,
         BatchOrder.BALLS_IN_BINS_REDRAWN,
     }
 
@@ -272,7 +271,7 @@ def test_momentum_is_for_full_batches_alone():
         assert 0.99 * 8 < candidate.guarantee().epsilon(1e-5) <= 8
 
 
-def test_balls_in_bins_are_recommended_where_they_are_named():
+def test_balls_in_bins_are_smoothed_for_large_batches():
     """A batch of more records acts at a larger rate, which the smoothing is for."""
     best = hsa.recommend(20_000, epsilon=1.0, delta=1e-5, orders=["balls_in_bins"], epochs=16).best
     event = best.event
