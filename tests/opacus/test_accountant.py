@@ -9,8 +9,7 @@ import torch
 from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
-from opacus.utils.batch_memory_manager import BatchMemoryManager
-from opacus_stock import DECLARED, DELTA, KINDS, drawn, epsilon, event, resume, step
+from opacus_stock import DECLARED, DELTA, drawn, epsilon, event, resume, step
 from opacus_stock_loops import secret_generator
 from torch import nn
 
@@ -73,23 +72,6 @@ def test_momentum_mid_run_raises(train):
         step(model, private, batches)
 
 
-@pytest.mark.parametrize("max_physical_batch_size", [2, 100])
-def test_composition_of_poisson_batches_in_pieces(train, max_physical_batch_size):
-    declared = {**DECLARED, "batch_order": "poisson"}
-    optimizer, _ = KINDS["adam"]
-    engine, model, private, batches = train(
-        declared, optimizer=optimizer, poisson_sampling=True, epochs=0
-    )
-    with BatchMemoryManager(
-        data_loader=batches,
-        max_physical_batch_size=max_physical_batch_size,
-        optimizer=private,
-    ) as loader:
-        for batch in loader:
-            step(model, private, [batch])
-    assert len(engine.accountant) == len(batches)
-
-
 @pytest.mark.parametrize("order", ["cyclic", "poisson"])
 def test_ghost_clipping_is_composed(make_loader, order):
     model = nn.Linear(5, 3)
@@ -138,17 +120,6 @@ def test_what_the_accountant_cannot_see_is_declared(train):
         (line,) = [line for line in lines if "clipped per-example gradients are right" in line]
         for text in ("declared: ", "every batch", "of one record", "ball of radius 50", "initial"):
             assert text in line
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
-@pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_gradients_that_are_not_finite(train, optimizer, factor):
-    """Opacus makes the model NaN: everybody sees that the record was there."""
-    declared = {**DECLARED, "loss_geometry": None}
-    run = train(declared, optimizer=lambda p: optimizer(p, lr=0.1))
-    with pytest.raises(hsa.UnsupportedRunError, match="step 13 has a gradient that is not finite"):
-        step(*run[1:], factor=factor)
-    assert all(p.isfinite().all() for p in run[1].parameters())
 
 
 @pytest.mark.filterwarnings("ignore:No run was declared")
@@ -252,12 +223,6 @@ def test_each_make_private_needs_its_declaration(train, declare):
     assert engine.get_epsilon(DELTA) == epsilon(dp_accounting.ComposedDpEvent([event(), event()]))
     with pytest.raises(hsa.UnsupportedRunError, match="ended when make_private was called again"):
         step(*first)
-
-
-def test_steps_by_hand_of_a_declared_run(train):
-    accountant = train(DECLARED, epochs=0)[0].accountant
-    with pytest.raises(hsa.UnsupportedRunError, match="step hook"):
-        accountant.step(noise_multiplier=1.0, sample_rate=0.1)
 
 
 def test_a_run_is_declared_between_make_private_and_its_first_step(train):

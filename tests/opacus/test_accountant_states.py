@@ -130,14 +130,6 @@ def test_undeclared_steps_and_runs_do_not_mix(train):
         accountant.guarantee.epsilon(DELTA)
 
 
-def test_declaring_again_keeps_runs_with_steps(train):
-    engine, *_ = train(DECLARED)
-    again, *_ = train(DECLARED, epochs=0)
-    again.accountant.load_state_dict(engine.accountant.state_dict())
-    again.accountant.declare_run(**DECLARED)
-    assert again.get_epsilon(DELTA) == engine.get_epsilon(DELTA)
-
-
 def test_a_written_history_warns_once_that_it_assumes_poisson_sampling():
     accountant = HiddenStateAccountant()
     accountant.history = [(2.0, 0.1, 6)]
@@ -224,11 +216,3 @@ def test_declared_state_round_trip(train, tmp_path):
     other = train({**DECLARED, "batch_size": 20}, epochs=0, loader={"batch_size": 20})[0]
     with pytest.raises(ValueError, match="batch_size = 20, got 10"):
         other.accountant.load_state_dict(state)
-
-
-def test_stock_run_resumes_at_the_end_of_an_epoch_only(train):
-    engine, model, private, batches = train(DECLARED)
-    step(model, private, batches)
-    other = train(DECLARED, epochs=0)[0].accountant
-    with pytest.raises(ValueError, match="end of an epoch"):
-        other.load_state_dict(engine.accountant.state_dict())

@@ -9,17 +9,15 @@ import re
 
 import pytest
 import torch
-from dp_accounting import NeighboringRelation
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
 from hidden_state_adapters.opacus import (
     BallProjection,
     Batches,
-    HiddenStatePrivacyEngine,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -30,7 +28,6 @@ ORDERS = [
     "cyclic", "full", "shuffled_once", "reshuffled", "without_replacement", "poisson", *BINS,
 ]  # fmt: skip
 SECRET = ORDERS[2:]
-ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
 def event(order, **changes):
@@ -103,37 +100,6 @@ def test_batches_hold_the_records_of_the_plan(make_run, order, workers):
         assert used[:6] != used[6:]
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("pieces", [None, 3])
-@pytest.mark.parametrize("order", SECRET)
-def test_the_divisor_is_the_declared_batch_size(make_run, order, pieces, reduction):
-    lr = 0.5 if reduction == "mean" else 0.05
-    run = make_run(
-        batch_order=order,
-        noise_multiplier=0.0,
-        sgd={"lr": lr, "weight_decay": 0.0},
-        criterion=nn.CrossEntropyLoss(reduction=reduction),
-        loss_reduction=reduction,
-    )
-    loader, steps = run.loader, 0
-    if pieces:
-        manager = BatchMemoryManager(
-            data_loader=loader, max_physical_batch_size=pieces, optimizer=run.optimizer
-        )
-        loader = manager.__enter__()
-    before = [p.detach().clone() for p in run.plain_model.parameters()]
-    for batch in loader:
-        run.step(batch)
-        if run.steps == steps:
-            continue  # a piece
-        steps = run.steps
-        for p, old in zip(run.optimizer.params, before, strict=True):
-            torch.testing.assert_close(p.detach(), old - 0.5 / 10 * p.summed_grad)
-        before = [p.detach().clone() for p in run.plain_model.parameters()]
-    assert steps == 6
-    assert run.engine.privacy_event.learning_rate == pytest.approx(0.5)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 @pytest.mark.parametrize("pieces", [None, 2])
@@ -192,22 +158,6 @@ def test_a_cap_and_empty_batches_of_balls_in_bins(make_run, order):
     assert run.engine.get_epsilon(DELTA) == math.inf  # the cap acts too often
 
 
-def test_balls_in_bins_with_add_or_remove(make_run):
-    engine = HiddenStatePrivacyEngine(neighboring_relation=ADD_OR_REMOVE)
-    batches = Batches("balls_in_bins_redrawn", sampling_rate=1 / 7, batch_size=8)
-    run = make_run(engine=engine, batch_order=batches, loss_geometry=None)
-    assert len(run.loader) == 7
-    run.epoch()
-    own = run.engine.privacy_event
-    assert (own.batch_size, own.batches_per_epoch, own.num_steps) == (8, 7, 7)
-    expected = hsa.LastIterateAccountant(ADD_OR_REMOVE).compose(own).get_epsilon(DELTA)
-    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
-    with pytest.raises(hsa.UnsupportedRunError, match="constant rate and divisor"):
-        make_run(engine=engine, batch_order="balls_in_bins", loss_geometry=None)
-    with pytest.raises(ValueError, match="Use 1/3"):
-        Batches("balls_in_bins", sampling_rate=0.3, batch_size=8)
-
-
 def without_a_record(run, features, labels):
     return run.criterion(run.model(features[1:]), labels[1:])
 
@@ -229,39 +179,6 @@ def test_no_text_tells_how_many_records_a_poisson_batch_has(make_run, loss):
         run.optimizer.step()
     numbers = {int(number) for number in re.findall(r"\d+", str(told.value))}
     assert not numbers & {len(labels), len(labels) - 1}
-
-
-def test_poisson_with_add_or_remove(make_run):
-    engine = HiddenStatePrivacyEngine(neighboring_relation=ADD_OR_REMOVE)
-    batches = Batches("poisson", sampling_rate=1 / 6, batch_size=10)
-    run = make_run(engine=engine, batch_order=batches, poisson_sampling=True, loss_geometry=None)
-    run.epoch()
-    expected = hsa.LastIterateAccountant(ADD_OR_REMOVE).compose(run.engine.privacy_event)
-    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected.get_epsilon(DELTA), rel=1e-12)
-    assert any("of Batches are public constants" in a.text for a in engine.assumptions)
-    for order in ("shuffled_once", "reshuffled", "without_replacement"):
-        with pytest.raises(hsa.UnsupportedRunError, match="ADD_OR_REMOVE_ONE: the divisor"):
-            make_run(engine=engine, batch_order=order)
-
-
-@pytest.mark.parametrize("order", ["poisson", "without_replacement"])
-def test_random_batches_with_a_replaced_record(make_run, order):
-    relation = NeighboringRelation.REPLACE_ONE
-    run = make_run(
-        engine=HiddenStatePrivacyEngine(neighboring_relation=relation), batch_order=order
-    )
-    run.epoch()
-    event = run.engine.privacy_event
-    expected = hsa.LastIterateAccountant(relation).compose(event).get_epsilon(DELTA)
-    zeroed = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
-    assert zeroed < run.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("order", SECRET)
-def test_without_a_loss_geometry_it_is_composition(make_run, order):
-    run = make_run(batch_order=order, loss_geometry=None)
-    run.epoch()
-    assert run.engine.accountant.guarantee.theorem.startswith("composition")
 
 
 @pytest.mark.parametrize("order", SECRET)
@@ -331,60 +248,6 @@ def test_a_seed_that_is_declared_secret(make_run, order):
 def test_batches_that_are_refused(arguments, error, text):
     with pytest.raises(error, match=text):
         Batches(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"batch_order": Batches("poisson", max_batch_size=0)}, ValueError, "max_batch_size >= 1"),
-        (
-            {"batch_order": "reshuffled", "loader": {"batch_size": 7}},
-            hsa.UnsupportedRunError,
-            "reshuffled batches must all have the same size",
-        ),
-    ],
-)  # fmt: skip
-def test_arguments_that_are_refused(make_run, arguments, error, text):
-    with pytest.raises(error, match=text):
-        make_run(**arguments)
-
-
-def test_dropped_records_are_always_the_same(make_run):
-    run = make_run(batch_order="reshuffled", loader={"batch_size": 25, "drop_last": True})
-    for _ in range(2):
-        run.epoch()
-        used = flat(run.optimizer.run.plan.batch(run.steps - k) for k in (2, 1))
-        assert sorted(used) == list(range(50))
-    assert run.engine.privacy_event.dataset_size == 50
-
-
-@pytest.mark.parametrize(("order", "steps"), [("without_replacement", 3), ("poisson", 2)])
-def test_random_batches_use_all_records(make_run, order, steps):
-    run = make_run(batch_order=order, loader={"batch_size": 25, "drop_last": True})
-    run.epoch()
-    assert (run.engine.privacy_event.dataset_size, run.steps) == (60, steps)
-
-
-def test_a_private_loader_starts_another_run_with_another_order(make_run):
-    first = make_run(batch_order="shuffled_once")
-    first.epoch()
-    before = first.optimizer.run.plan.batch(0)
-    _, optimizer, _ = first.engine.make_private(
-        module=first.model, optimizer=first.optimizer, data_loader=first.loader,
-        noise_multiplier=2.0, max_grad_norm=2.1, batch_order="shuffled_once",
-    )  # fmt: skip
-    plan = optimizer.run.plan
-    assert plan.batch(0) != before
-    assert sorted(flat(plan.batch(k) for k in range(6))) == list(range(60))
-
-
-def test_indices_of_a_subset(make_run):
-    data = make_run().loader.dataset
-    run = make_run(
-        batch_order="reshuffled", loader={"dataset": Subset(data, range(20, 40)), "shuffle": True}
-    )
-    run.epoch()
-    assert run.engine.privacy_event.dataset_size == 20
 
 
 @pytest.mark.parametrize("order", SECRET)

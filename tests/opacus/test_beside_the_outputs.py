@@ -163,18 +163,3 @@ def test_an_encoder_outside_gets_its_gradient(kind):
         functional.cross_entropy(model(encoder(records)), labels).backward()
         torch.testing.assert_close([records.grad, encoder.weight.grad], list(expected))
         optimizer.step()
-
-
-def test_the_step_of_a_head_is_the_same_behind_an_encoder():
-    moved = []
-    for is_attached in (False, True):
-        torch.manual_seed(0)
-        module = nn.Linear(5, 3)
-        model, optimizer, loader = private(module, noise_multiplier=0.0)
-        for records, labels in loader:
-            optimizer.zero_grad()
-            outputs = model(records.requires_grad_(is_attached))
-            functional.cross_entropy(outputs, labels).backward()
-            optimizer.step()
-        moved.append(module.weight.detach().clone())
-    torch.testing.assert_close(*moved)

@@ -2,7 +2,6 @@
 
 import warnings
 
-import numpy as np
 import pytest
 import torch
 from opacus import PrivacyEngine
@@ -78,19 +77,6 @@ def test_a_target_is_met_on_poisson_batches():
     assert optimizer.noise_multiplier <= other.noise_multiplier
 
 
-def test_a_private_loader_keeps_its_order_where_poisson_sampling_is_off():
-    engine, model, optimizer, loader = private(batch_order="reshuffled")
-    _, again, _ = engine.make_private(
-        module=model,
-        optimizer=optimizer,
-        data_loader=loader,
-        noise_multiplier=2.0,
-        max_grad_norm=1.0,
-        poisson_sampling=False,
-    )
-    assert order_of(again) is BatchOrder.RESHUFFLED
-
-
 @pytest.mark.parametrize("batch_size", [1, 7, 16, 25, 59, 60, 64])
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_rate_divisor_and_steps_are_those_of_opacus(batch_size, drop_last):
@@ -112,14 +98,6 @@ def test_rate_divisor_and_steps_are_those_of_opacus(batch_size, drop_last):
     prv = PRVAccountant()
     prv.history = [(2.0, stock_loader.sample_rate, len(stock_loader))]
     assert engine.get_epsilon(1e-5) <= prv.get_epsilon(1e-5)
-
-
-def test_the_drawn_rate_is_the_accounted_one():
-    """16 of 60 records are drawn at a rate of 1/4, as Opacus does, and a step divides by 15."""
-    _, _, optimizer, _ = private(loader={"batch_size": 16})
-    plan = optimizer.run.plan
-    sizes = [len(plan.batch(step)) for step in range(4000)]
-    assert abs(np.mean(sizes) - 15) < 5 * np.sqrt(60 * 0.25 * 0.75 / 4000)
 
 
 def test_no_batch_at_all():

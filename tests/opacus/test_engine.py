@@ -14,7 +14,6 @@ from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
-from hidden_state_accountants.advice import no_contraction_line
 from hidden_state_accountants.figures import fixed_up
 from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.opacus import (
@@ -118,18 +117,6 @@ def test_noise_of_a_step(make_run, reduction):
     assert abs(float(draws.mean())) < 6 * expected / math.sqrt(len(draws))
 
 
-def test_sum_and_mean_have_one_event(make_run):
-    mean = make_run()
-    total = make_run(
-        sgd={"lr": 0.05, "weight_decay": 1.0},
-        criterion=nn.CrossEntropyLoss(reduction="sum"),
-        loss_reduction="sum",
-    )
-    for run in (mean, total):
-        run.epoch()
-    assert total.engine.privacy_event == mean.engine.privacy_event
-
-
 def test_full_batches(make_run):
     run = make_run(batch_order="full", loader={"shuffle": True}, max_grad_norm=1.0)
     for _ in range(3):
@@ -145,59 +132,6 @@ def test_full_batches(make_run):
     assert run.engine.privacy_event == event
     exact = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
     assert run.engine.get_epsilon(DELTA) == pytest.approx(exact, rel=1e-12)
-
-
-REPLACE = [NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE]
-
-
-@pytest.mark.parametrize("relation", REPLACE)
-def test_relations(make_run, relation):
-    run = make_run(
-        engine=HiddenStatePrivacyEngine(neighboring_relation=relation), batch_order="full"
-    )
-    run.epoch()
-    expected = hsa.LastIterateAccountant(relation).compose(run.engine.privacy_event)
-    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected.get_epsilon(DELTA), rel=1e-12)
-    assert f"neighboring relation: {relation.name}" in run.engine.report(DELTA)
-
-
-@pytest.mark.parametrize("order", ["full", "cyclic"])
-def test_add_or_remove_changes_the_divisor(make_run, order):
-    engine = HiddenStatePrivacyEngine(neighboring_relation=NeighboringRelation.ADD_OR_REMOVE_ONE)
-    with pytest.raises(hsa.UnsupportedRunError, match=r"divisor .* Use REPLACE_SPECIAL"):
-        make_run(engine=engine, batch_order=order)
-
-
-def test_drop_last_uses_fewer_records(make_run):
-    run = make_run(loader={"batch_size": 25, "drop_last": True})
-    run.epoch()
-    event = run.engine.privacy_event
-    assert (event.batch_size, event.dataset_size, event.num_steps) == (25, 50, 2)
-
-
-def test_the_divisor_is_the_batch_size(make_run):
-    assert make_run(loader={"batch_size": 15}).optimizer.expected_batch_size == 15
-
-
-def test_clip_norm_just_above_the_bound_is_inactive(make_run):
-    run = make_run(max_grad_norm=2.0001)
-    run.epoch()
-    event = run.engine.privacy_event
-    assert event.loss.lipschitz == 2.0 < event.clip_norm
-
-
-@pytest.mark.parametrize(("batches", "epochs"), [(25_000, 2), (16_000, 3), (25_001, None)])
-def test_the_line_before_training_is_cheap(batches, epochs):
-    event = hsa.LastIterateDpEvent(
-        noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.5, batch_size=1,
-        dataset_size=batches, num_steps=1, batch_order="cyclic",
-        loss=LossGeometry.softmax_cross_entropy(1.0),
-    )  # fmt: skip
-    line = no_contraction_line(event, NeighboringRelation.REPLACE_SPECIAL)
-    assert line.startswith("no contraction: the update does not shrink distances (c = 1)")
-    assert ("times" in line) == (epochs is not None)
-    if epochs is not None:
-        assert f"after {epochs} epochs" in line
 
 
 def test_without_a_loss_geometry_epsilon_is_that_of_composition(make_run):
@@ -261,37 +195,6 @@ def test_before_the_first_step(make_run):
         HiddenStatePrivacyEngine().release()
 
 
-def test_releases_cost(make_run):
-    silent, open_ = make_run(), make_run()
-    for _ in range(2):
-        silent.epoch()
-        for batch in open_.loader:
-            open_.step(batch)
-            open_.engine.release()
-    event = silent.engine.privacy_event
-    composed = hsa.LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE).compose(
-        event.as_composition()
-    )
-    assert silent.engine.get_epsilon(DELTA) < open_.engine.get_epsilon(DELTA)
-    assert open_.engine.get_epsilon(DELTA) == pytest.approx(composed.get_epsilon(DELTA), rel=1e-9)
-
-
-def test_two_runs_on_one_engine_compose(make_run):
-    first = make_run()
-    first.epoch()
-    second = make_run(
-        engine=first.engine, model=first.model, optimizer=first.optimizer, noise_multiplier=3.0
-    )
-    second.epoch()
-    second.epoch()
-    event = second.engine.privacy_event
-    assert isinstance(event, dp_accounting.ComposedDpEvent)
-    assert [(e.num_steps, e.noise_multiplier) for e in event.events] == [(6, 2.0), (12, 3.0)]
-    expected = hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
-    assert second.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
-    assert "(2 runs)" in second.engine.report(DELTA)
-
-
 @pytest.mark.parametrize(
     "arguments",
     [{"wrap_model": False}, {"grad_sample_mode": "functorch"}, {"grad_sample_mode": "ew"}],
@@ -341,33 +244,6 @@ def test_an_engine_of_the_users_own(make_run):
     run.epoch()
     assert run.engine.accountant.neighboring_relation is NeighboringRelation.REPLACE_ONE
     assert run.engine.get_epsilon(DELTA) > 0
-
-
-@pytest.mark.parametrize("stop", [2, 6, 9])
-def test_checkpoint_goes_on_where_it_was(make_run, tmp_path, stop):
-    arguments = {"noise_multiplier": 0.0, "after": BallProjection(5.0)}
-    whole, first, second = make_run(**arguments), make_run(**arguments), make_run(**arguments)
-    for _ in range(3):
-        whole.epoch()
-    taken = 0
-    while taken < stop:
-        for batch in first.loader:
-            first.step(batch)
-            taken += 1
-            if taken == stop:
-                break
-    first.engine.release()
-    path = tmp_path / "checkpoint.pt"
-    first.engine.save_checkpoint(path=path, module=first.model, optimizer=first.optimizer)
-    torch.load(path, weights_only=True)
-    second.engine.load_checkpoint(path=path, module=second.model, optimizer=second.optimizer)
-    assert second.engine.get_epsilon(DELTA) == first.engine.get_epsilon(DELTA)
-    while second.steps < 18:
-        second.epoch()
-    assert second.engine.privacy_event.num_steps == 18
-    assert second.engine.privacy_event.release_steps == (stop,)
-    for a, b in zip(whole.plain_model.parameters(), second.plain_model.parameters(), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_checkpoints_that_do_not_fit(make_run, tmp_path):
@@ -431,22 +307,6 @@ def test_the_next_run_starts_at_the_last_iterate(make_run, steps):
         return
     with pytest.raises(hsa.UnsupportedRunError, match="changed outside the private optimizer"):
         make_run(engine=run.engine, model=run.model)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_projection_is_joint_and_inside(dtype):
-    torch.manual_seed(0)
-    for scale in (0.1, 1.0, 50.0):
-        params = [nn.Parameter(scale * torch.randn(40, 30, dtype=dtype)) for _ in range(3)]
-        before = torch.cat([p.detach().double().flatten() for p in params])
-        BallProjection(7.0).apply(params, 1.0)
-        after = torch.cat([p.detach().double().flatten() for p in params])
-        assert float(after.norm()) <= 7.0
-        expected = before * min(1.0, 7.0 / float(before.norm()))
-        torch.testing.assert_close(after, expected, rtol=16 * torch.finfo(dtype).eps, atol=0)
-    zeros = [nn.Parameter(torch.zeros(3))]
-    BallProjection(1.0).apply(zeros, 1.0)
-    assert torch.equal(zeros[0], torch.zeros(3))
 
 
 @pytest.mark.cuda

@@ -13,7 +13,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import Batches
-from hidden_state_adapters.opacus.loader import tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -65,21 +64,6 @@ def test_a_loop_may_stop_with_one_batch_fetched(make_run, order):
     assert run.engine.privacy_event == event(order, 9)
 
 
-def test_a_public_order_may_end_anywhere(make_run):
-    run = make_run()
-    for batch in itertools.islice(ahead(run.loader), 3):
-        run.step(batch)
-    assert run.engine.privacy_event == event("cyclic", 3)
-
-
-def test_two_empty_poisson_batches_in_a_row(make_run):
-    run = make_run(batch_order="poisson", loader={"batch_size": 1})
-    run.epoch(ahead(run.loader))
-    sizes = [run.optimizer.run.plan.num_rows(step) for step in range(60)]
-    assert (0, 0) in itertools.pairwise(sizes)
-    assert run.engine.privacy_event == event("poisson", 60, batch_size=1)
-
-
 ONE_BATCH_A_PASS = {"loader": {"batch_size": 60}}
 
 
@@ -106,15 +90,6 @@ def test_a_loop_that_fetches_beyond_the_end_of_a_pass(make_run, order, arguments
     assert run.steps < 10
 
 
-def test_a_batch_that_was_looked_at_first(make_run):
-    """In a plain loop, which may then transform what the loader delivers."""
-    run = make_run(batch_order="poisson", loop_maps_records=True)
-    next(iter(run.loader))
-    for features, labels in run.loader:
-        run.step((0.5 * features, labels))
-    assert run.steps == 6
-
-
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("look", [lambda loader: next(iter(loader)), list])
 def test_a_look_in_the_middle_of_a_pass(make_run, order, look):
@@ -128,18 +103,6 @@ def test_a_look_in_the_middle_of_a_pass(make_run, order, look):
                 look(run.loader)
     settings = {"batch_size": 60} if order == "full" else {}
     assert run.engine.privacy_event == event(order, 2 * len(run.loader), **settings)
-    assert run.engine.get_epsilon(1e-5) > 0
-
-
-@pytest.mark.parametrize("order", ["cyclic", "reshuffled"])
-def test_training_on_what_was_looked_at(make_run, order):
-    """Another pass begins with the batch of the step, too."""
-    run = make_run(batch_order=order)
-    batches = iter(run.loader)
-    for _ in range(2):
-        ahead, looked = next(batches), next(iter(run.loader))
-        assert all(map(torch.equal, ahead, looked))
-        run.step(looked)
     assert run.engine.get_epsilon(1e-5) > 0
 
 
@@ -211,11 +174,6 @@ def test_batches_of_any_form_are_followed(make_run, dataset):
         epoch(make_run(model=Masked(), loader={"dataset": data}), lambda x: 0.5 * x)
 
 
-def test_what_a_batch_consists_of():
-    parts = [torch.zeros(1), torch.ones(2)]
-    assert list(tensors_of({"a": [parts[0], 3], "b": ({"c": parts[1]}, "text")})) == parts
-
-
 # What is refused.
 
 
@@ -255,14 +213,6 @@ def of_another_loader(run):
         run.step(batch)
 
 
-def model_of_features(run):
-    """Only the head is called, so that what went in is no tensor of the batch."""
-    for features, labels in ahead(run.loader):
-        run.optimizer.zero_grad()
-        run.criterion(run.plain_model[1](features.flip(1)), labels).backward()
-        run.optimizer.step()
-
-
 REFUSED = [
     (two_ahead, "step 1 used no new batch, expected batch 0.*fetches ahead"),
     (transformed, "step 1 used no new batch, expected batch 0.*in the data set, the collate_fn"),
@@ -280,16 +230,3 @@ def test_another_loop_is_refused(make_run, loop, text):
         loop(run)
     with pytest.raises(hsa.UnsupportedRunError, match="was refused"):
         run.engine.get_epsilon(1e-5)
-
-
-def test_a_layer_that_is_called_by_itself_is_not_followed(make_run):
-    run = make_run(model=nn.Sequential(nn.Flatten(), nn.Linear(5, 3)), loss_geometry=None)
-    with pytest.raises(hsa.UnsupportedRunError, match="used no new batch, expected batch 0"):
-        model_of_features(run)
-
-
-@pytest.mark.parametrize("order", ["without_replacement", "poisson"])
-def test_a_loop_that_looks_at_two_cannot_choose(make_run, order):
-    run = make_run(batch_order=order)
-    with pytest.raises(hsa.UnsupportedRunError, match=r"step \d used"):
-        best_of_two(run)

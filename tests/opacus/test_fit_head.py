@@ -211,10 +211,3 @@ def test_refused_before_training(changes, error, message, monkeypatch):
     )
     with pytest.raises(error, match=message):
         fitted(**changes)
-
-
-def test_progress_shows_steps_only(capsys):
-    fitted(verbose=True)
-    first, *_, last = capsys.readouterr().out.splitlines()
-    assert first.startswith("fit_head: 64 passes over 400 records, epsilon 3 at delta 1e-05")
-    assert last == "fit_head: pass 64 of 64"

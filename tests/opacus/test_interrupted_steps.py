@@ -100,26 +100,3 @@ def test_pieces_from_before_a_checkpoint_was_loaded(make_run, make_dice, tmp_pat
     ):
         assert torch.equal(own, expected)
     assert run.steps == 7
-
-
-def test_the_blocks_of_a_step_get_the_same_noise(make_blocks):
-    run = make_blocks()
-    batch, noise = next(iter(run.loader)), iter([0.001, 10.0])
-
-    def closure():
-        run.optimizer.noise_multiplier = next(noise)
-        run.backward(batch)
-
-    with pytest.raises(hsa.UnsupportedRunError, match="noise_multiplier = 10, "):
-        run.optimizer.step(closure)
-    with pytest.raises(hsa.UnsupportedRunError, match="refused or interrupted"):
-        run.engine.get_epsilon(1e-5)
-
-
-def test_a_noisy_gradient_is_made_by_a_step_only(make_run):
-    run = make_run()
-    run.epoch()
-    run.backward(next(iter(run.loader)))
-    with pytest.raises(hsa.UnsupportedRunError, match="got a call of pre_step"):
-        run.optimizer.pre_step()
-    assert run.steps == 6

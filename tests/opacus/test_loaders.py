@@ -8,7 +8,6 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     IterableDataset,
-    RandomSampler,
     SequentialSampler,
     Subset,
     TensorDataset,
@@ -17,10 +16,8 @@ from torch.utils.data import (
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import BatchOrder
-from hidden_state_adapters.batch_plans import EqualPlan
 from hidden_state_adapters.opacus.loader import (
     BatchCursor,
-    OrderedBatchSampler,
     private_loader,
 )
 from hidden_state_adapters.opacus.order import Batches, plan_batches
@@ -111,20 +108,6 @@ def test_explicit_orders():
     assert batches(deal(loader)) == [[8, 7], [0, 1]]  # a private loader is fine again
 
 
-def test_an_order_is_copied():
-    order = [3, 1, 2, 0]
-    loader = deal(DataLoader(numbers(4), batch_size=2, sampler=order))
-    sampler = deal(DataLoader(numbers(4), batch_size=2, sampler=order)).batch_sampler
-    order[:] = [0, 0, 0, 0]
-    assert batches(loader) == list(sampler) == [[3, 1], [2, 0]]
-
-
-def test_shuffling_has_one_remedy():
-    with pytest.raises(hsa.UnsupportedRunError) as error:
-        deal(DataLoader(numbers(4), batch_size=2, shuffle=True))
-    assert str(error.value).count("shuffle=False") == 1
-
-
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(4))
@@ -170,12 +153,6 @@ def test_slices_side_by_side_are_accepted():
     assert [batch[1].tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
-def test_full_refuses_a_sampler_that_repeats():
-    sampler = RandomSampler(numbers(4), replacement=True)
-    with pytest.raises(hsa.UnsupportedRunError, match="RandomSampler"):
-        deal(DataLoader(numbers(4), batch_size=4, sampler=sampler), BatchOrder.FULL)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_look_within_a_pass_is_over_when_its_iterator_is_gone(workers):
     loader = deal(DataLoader(numbers(8), batch_size=2, num_workers=workers))
@@ -189,17 +166,6 @@ def test_a_look_within_a_pass_is_over_when_its_iterator_is_gone(workers):
         assert loader.batch_sampler.cursor.take() == (len(dealt) - 1, False)
         loader.batch_sampler.cursor.steps_taken += 1
     assert dealt == [[0, 1], [2, 3], [4, 5], [6, 7]]
-
-
-def test_a_pass_can_start_in_the_middle():
-    cursor = BatchCursor(3)
-    cursor.resume_at(1)
-    sampler = OrderedBatchSampler(EqualPlan(range(6), 2, BatchOrder.CYCLIC), cursor)
-    assert list(sampler) == [[2, 3], [4, 5]]
-    assert list(sampler) == [[2, 3], [4, 5]]  # still no step was taken
-    cursor.take()
-    cursor.steps_taken = 3
-    assert list(sampler) == [[0, 1], [2, 3], [4, 5]]
 
 
 @pytest.mark.parametrize("order", ["cyclic", "reshuffled", "shuffled_once"])

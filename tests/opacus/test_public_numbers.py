@@ -45,16 +45,6 @@ def test_a_large_delta(make_run):
         assert not said(lambda ask=ask: ask(1e-3), ALL)
 
 
-def test_it_is_said_once(make_run):
-    run = make_run()
-    run.epoch()
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        for _ in range(3):
-            run.engine.get_epsilon(0.05)
-    assert len([w for w in caught if ALL in str(w.message)]) == 1
-
-
 def test_a_large_delta_of_a_target():
     model = nn.Linear(5, 3)
 
@@ -101,11 +91,3 @@ def test_the_largest_norm_of_the_data():
     assert len(said(lambda: head_run(data(), longest), NONE)) == 1
     assert not said(lambda: head_run(data(), 4.5), NONE)
     assert not said(lambda: head_run(data(normalised=True), 1.0), NONE)
-
-
-def test_records_that_were_clipped():
-    features, labels = data().tensors
-    norms = features.norm(dim=1, keepdim=True)
-    clipped = TensorDataset(features * (2.0 / norms).clamp(max=1.0), labels)
-    assert float(clipped.tensors[0].norm(dim=1).max()) == pytest.approx(2.0)
-    assert not said(lambda: head_run(clipped, 2.0), NONE)

@@ -183,12 +183,6 @@ def test_nothing_is_left_behind(make_run):
     run.engine.get_epsilon(1e-5)
 
 
-def test_class_weights_in_a_mean_are_divided_by_those_of_the_batch(make_run):
-    criterion = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
-    with pytest.raises(hsa.UnsupportedRunError, match="Expected no class weights in a mean"):
-        make_run(loss_geometry=None, criterion=criterion)
-
-
 # --- ordinary models that take every record by itself ---------------------------------------------
 
 
@@ -312,24 +306,6 @@ def test_arguments_that_are_no_records(make, inputs, loss, size):
     assert said.startswith(ALONE)
 
 
-@pytest.mark.parametrize("beside", [True, False])
-def test_a_container_that_is_not_looked_into(beside):
-    class Box:
-        def __init__(self, inside):
-            self.inside = inside
-
-    class Opens(Model):
-        def forward(self, *boxes):
-            inputs = [getattr(box, "inside", box) for box in boxes]
-            return super().forward(sum(inputs))
-
-    def loss(model, inputs, labels):
-        boxes = [Box(inputs), inputs] if beside else [Box(inputs)]
-        return functional.cross_entropy(model(*boxes), labels)
-
-    assert trained(Opens(torch.tanh), (PAIRS, LABELS), loss) == ALONE
-
-
 # --- the loader's collate_fn ----------------------------------------------------------------------
 
 
@@ -393,11 +369,3 @@ def test_halves_that_are_padded_alike():
 )
 def test_padding_that_the_model_does_not_see(kind, collate):
     assert trained(Mean(kind), records(), entropy, collate_fn=collate).startswith(LOOKED)
-
-
-def test_a_collate_fn_that_draws_cannot_be_looked_at():
-    def noisy(rows):
-        inputs, labels = padded(rows)
-        return inputs + torch.randn(()), labels
-
-    assert trained(Mean("mask"), records(), entropy, collate_fn=noisy).startswith(LOOKED)

@@ -9,14 +9,13 @@ import torch
 from opacus.accountants import PRVAccountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from opacus_stock import DECLARED, DELTA, SOFTMAX, drawn, epsilon, event
+from opacus_stock import DELTA, SOFTMAX, epsilon, event
 from opacus_stock_loops import BATCH, FEATURES, RECORDS, records, secret_generator, stock_loop
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Subset,
-    SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
@@ -59,49 +58,6 @@ def test_the_batches_are_read(kind):
         loop.epoch()
     assert loop.event == expected(kind)
     assert loop.epsilon == epsilon(expected(kind))
-
-
-@pytest.mark.parametrize(
-    ("kind", "declared"),
-    [
-        ("cyclic", {}),
-        ("cyclic", {"batch_order": "shuffled_once"}),
-        ("reshuffled", {}),
-        ("poisson", {}),
-        ("full", {"batch_order": "cyclic"}),
-        ("full shuffled", {"batch_order": "full"}),
-    ],
-)
-def test_what_is_declared_besides_agrees(kind, declared):
-    told = expected(kind)
-    declared = {
-        "batch_order": told.batch_order,
-        "dataset_size": told.dataset_size,
-        "batch_size": told.batch_size,
-        "loss_geometry": SOFTMAX,
-        **declared,
-    }
-    loop = make(kind, declared=declared)
-    loop.epoch()
-    is_secret = declared["batch_order"] == "shuffled_once"
-    assert loop.event.batch_order is (
-        hsa.BatchOrder.SHUFFLED_ONCE if is_secret else told.batch_order
-    )
-
-
-@pytest.mark.parametrize(
-    ("kind", "secret"), [("cyclic", ""), ("reshuffled", "orders"), ("poisson", "which records")]
-)
-def test_one_sentence_is_on_trust(kind, secret):
-    loop = make(kind)
-    loop.declare()
-    loop.epoch()
-    lines = [str(line) for line in loop.accountant.guarantee.assumptions]
-    assert sum(line.startswith("checked: the loader deals ") for line in lines) == 1
-    (told,) = [line for line in lines if line.startswith("declared: Opacus' samplers and its cl")]
-    assert "CrossEntropyLoss() on the whole output, with features of norm at most 1" in told
-    assert ("nobody ever learns" in told) == bool(secret)
-    assert secret in told
 
 
 def in_pieces(loop):
@@ -159,28 +115,6 @@ def test_an_undeclared_run_costs_what_stock_accountants_say():
     assert sum("of its tutorials" in line and "sizes of the batches" in line for line in lines) == 1
 
 
-def test_a_part_of_the_records_is_read():
-    sampler = SubsetRandomSampler(range(10, 50), generator=secret_generator())
-    loop = stock_loop(loader={"sampler": sampler}, declared={"loss_geometry": SOFTMAX})
-    for _ in range(2):
-        loop.epoch()
-    assert loop.optimizer.expected_batch_size == 15  # of Opacus, which divides all records by four
-    truth = event(
-        batch_order="reshuffled", dataset_size=40, num_steps=8,
-        learning_rate=0.5 * 10 / 15, weight_decay=0.1 / (10 / 15),
-    )  # fmt: skip
-    assert loop.event == truth
-    assert loop.epsilon == epsilon(truth)
-
-
-def test_the_criterion_may_be_a_function():
-    loop = make("cyclic")
-    loop.criterion = nn.functional.cross_entropy
-    loop.declare()
-    loop.epoch()
-    assert loop.event == event(num_steps=6)
-
-
 def test_a_model_that_is_not_wrapped():
     loop = stock_loop(wrap_model=False)
     model, loop.model = loop.model, loop.model._module
@@ -188,15 +122,6 @@ def test_a_model_that_is_not_wrapped():
     loop.epoch()
     assert loop.epsilon == epsilon(event(num_steps=6))
     model.cleanup()
-
-
-def test_two_runs_on_one_loader():
-    first = make("cyclic", declared=DECLARED)
-    first.epoch()
-    second = stock_loop(engine=first.engine, original=first.original, declared=DECLARED)
-    second.epoch()
-    both = hsa.LastIterateAccountant().compose(event(num_steps=6)).compose(event(num_steps=6))
-    assert second.epsilon == pytest.approx(both.get_epsilon(DELTA), rel=1e-12)
 
 
 def test_another_declaration_before_the_first_step_replaces():
@@ -210,20 +135,6 @@ def test_another_declaration_before_the_first_step_replaces():
     assert len(loop.accountant.recorders) == 1
 
 
-@pytest.mark.parametrize("is_declared", [True, False])
-def test_momentum_that_a_scheduler_sets_later(is_declared):
-    """Without a loss every step counts, whatever moves the parameters."""
-    loop = make("cyclic", declared=DECLARED if is_declared else {})
-    loop.epoch()
-    loop.optimizer.param_groups[0]["momentum"] = 0.9
-    if is_declared:
-        with pytest.raises(hsa.UnsupportedRunError, match="step 7 changed the optimizer: Expected"):
-            loop.epoch()
-    else:
-        loop.epoch()
-        assert loop.epsilon == epsilon(event(loss=None, num_steps=12))
-
-
 def test_a_hook_by_hand_says_nothing_of_its_loader():
     loop, accountant = make("poisson"), HiddenStateAccountant()
     loop.optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(BATCH / RECORDS))
@@ -231,15 +142,6 @@ def test_a_hook_by_hand_says_nothing_of_its_loader():
         accountant.declare_run()
     loop.epoch()
     assert accountant.get_epsilon(DELTA) > 0
-
-
-def test_an_undeclared_run_that_was_refused_can_be_declared():
-    loop = make("cyclic")
-    with pytest.raises(hsa.UnsupportedRunError, match=r"declare_run\(\)"):
-        loop.epoch()
-    loop.accountant.declare_run()
-    loop.epoch()
-    assert loop.epsilon == epsilon(event(loss=None, weight_decay=0.0, num_steps=6))
 
 
 @pytest.mark.parametrize("declare", [True, False])
@@ -285,15 +187,6 @@ def test_poisson_batches_that_do_not_divide_the_records_are_hidden():
     assert loop.epsilon < 0.9 * without
 
 
-def test_the_rate_is_that_of_the_sampler():
-    """1 / (1 / 93) is less than 93: Opacus' loader has 92 batches, and says 1/92 to its hook."""
-    loop = stock_loop(data=records(93), loader={"batch_size": 1}, poisson_sampling=True)
-    assert len(loop.loader) == 92
-    loop.declare()
-    loop.epoch()
-    assert loop.event.sampling_probability == drawn(1 / 93)
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_divisor_that_is_not_the_batch_size(reduction):
     """69 records, drop_last: batches of 10 of 60 records, whose sum Opacus divides by 11."""
@@ -305,17 +198,6 @@ def test_a_divisor_that_is_not_the_batch_size(reduction):
     divisor = 11 if reduction == "mean" else 1
     truth = event(num_steps=6, learning_rate=0.5 * 10 / divisor, weight_decay=0.1 * divisor / 10)
     assert loop.epsilon == epsilon(truth)
-
-
-def test_the_rate_is_what_the_random_numbers_make_of_it():
-    """Torch draws multiples of 2**-24, which are below the rate once too often."""
-    loop = stock_loop(data=records(600), loader={"batch_size": 1}, poisson_sampling=True)
-    loop.declare()
-    loop.epoch()
-    rate = loop.event.sampling_probability
-    below, at = rate - 2**-24, rate
-    assert 1 / 600 < rate < 1 / 600 + 2**-24
-    assert (torch.tensor([below, at]) < 1 / 600).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -5,7 +5,6 @@ skipped; what their loops do differently from a plain one is imitated here, and 
 """
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -72,19 +71,6 @@ def test_a_closure_as_lightning_passes_it(make_run, order):
     trained(run)
 
 
-def test_a_closure_that_accumulates(make_run):
-    run = make_run(criterion=F.cross_entropy)
-    batches = list(itertools.islice(run.loader, 2))
-
-    def closure():
-        run.optimizer.zero_grad()
-        for features, labels in batches:
-            (F.cross_entropy(run.model(features), labels) / 2).backward()
-
-    with pytest.raises(hsa.UnsupportedRunError, match="gradient accumulation"):
-        run.optimizer.step(closure)
-
-
 @pytest.mark.parametrize("mode", ["hooks", "functorch"])
 def test_gradients_cleared_on_the_model(make_run, mode):
     """transformers' Trainer calls model.zero_grad(), which knows no sums of clipped gradients."""
@@ -98,38 +84,6 @@ def test_gradients_cleared_on_the_model(make_run, mode):
     for a, b in zip(run.plain_model.parameters(), plain.plain_model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert run.engine.privacy_event == plain.engine.privacy_event
-
-
-def written_sum(run, sums):
-    sums[0].mul_(2.0)
-
-
-def replaced_sum(run, sums):
-    run.optimizer.params[0].summed_grad = sums[0].clone()
-
-
-def one_sum_cleared(run, sums):
-    run.optimizer.params[0].summed_grad = None
-
-
-def older_sum(run, sums):
-    run.optimizer.zero_grad()
-    run.optimizer.params[0].summed_grad = sums[0]
-
-
-@pytest.mark.parametrize("change", [written_sum, replaced_sum, one_sum_cleared, older_sum])
-def test_sums_that_are_left_go_into_no_step(make_run, change):
-    run, honest = (make_run(noise_multiplier=0.0) for _ in range(2))
-    batches = iter(run.loader)
-    run.step(next(batches))
-    sums = [p.summed_grad for p in run.optimizer.params]
-    run.model.zero_grad()
-    change(run, sums)
-    for features, labels in batches:
-        run.criterion(run.model(features), labels).backward()
-        run.optimizer.step()
-    honest.epoch()
-    assert torch.equal(run.plain_model.weight, honest.plain_model.weight)
 
 
 def test_a_loader_that_says_it_is_prepared(make_run):
