@@ -2,7 +2,7 @@
 
     python benchmarks/accounting_speed.py
 
-Writes its part of docs/benchmarks/speed.md. Every figure is taken in a process of its own, a
+Writes its part of benchmarks/results/speed.md. Every figure is taken in a process of its own, a
 copy of one that has imported all and computed other runs; it may use `LIMIT` seconds of a core and
 `MEMORY` gigabytes.
 """
@@ -20,7 +20,7 @@ from sections import fill
 
 import hidden_state_accountants as hsa
 
-PAGE = pathlib.Path(__file__).resolve().parents[1] / "docs" / "benchmarks" / "speed.md"
+PAGE = pathlib.Path(__file__).resolve().parents[1] / "benchmarks" / "results" / "speed.md"
 STEPS = (200, 20_000, 1_000_000, 100_000_000)
 LIMIT = 30
 MEMORY = 4

@@ -149,7 +149,7 @@ def main():
     found = {shape: measure(*shape, options.steps) for shape in SHAPES}
     from sections import fill
 
-    path = ROOT / "docs" / "benchmarks" / "speed.md"
+    path = ROOT / "benchmarks" / "results" / "speed.md"
     fill(path, "benchmarks/envelope_step.py", page(found, options.steps))
 
 

@@ -3,7 +3,7 @@
     python benchmarks/opacus_step.py [--device cpu|cuda] [--seconds 1.2] [--only TEXT]
 
 One process trains the same model on the same batches with each optimizer in turn. Writes its part
-of docs/benchmarks/speed.md (with --device cuda: steps_cuda.md). What was measured is kept
+of benchmarks/results/speed.md (with --device cuda: steps_cuda.md). What was measured is kept
 in build/ until then, so that a second start goes on; of another code it is measured again. --only
 prints some rows and writes nothing. "make gpu" measures a GPU, after the tests that need one.
 """
@@ -483,10 +483,10 @@ def write_page(options):
             loops[name, size] = kept.get(f"loops of {name}, b = {size}", measured)
     text = "\n".join(page(results, loops, options))
     if options.device == "cpu":
-        fill(ROOT / "docs" / "benchmarks" / "speed.md", "benchmarks/opacus_step.py", text)
+        fill(ROOT / "benchmarks" / "results" / "speed.md", "benchmarks/opacus_step.py", text)
     else:
         title = "# Time of a step on a GPU\n\n"
-        path = ROOT / "docs" / "benchmarks" / f"steps_{options.device}.md"
+        path = ROOT / "benchmarks" / "results" / f"steps_{options.device}.md"
         path.write_text(f"{title}{text}\n", "utf-8")
     kept.forget()
 

@@ -1,6 +1,6 @@
 """How tight the bounds are: the best sound bound over the largest exact value that was found.
 
-    python benchmarks/tightness.py [--output docs/tightness.md]
+    python benchmarks/tightness.py [--output benchmarks/results/tightness.md]
 
 For every class of runs a small family of members is evaluated by the exact oracles of the tests.
 The ratio is at least the looseness of the bound on the members of that family, and so an upper
@@ -553,7 +553,7 @@ def line(cells: Iterable[str]) -> str:
 
 
 def page(rows: Iterable[Row]) -> str:
-    """docs/tightness.md."""
+    """benchmarks/results/tightness.md."""
     lines = [line(_COLUMNS), line("---" for _ in _COLUMNS), *(line(row.cells()) for row in rows)]
     reasons: dict[str, list[str]] = {}
     for item in CLASSES:
@@ -564,7 +564,7 @@ def page(rows: Iterable[Row]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    default = pathlib.Path(__file__).resolve().parents[1] / "docs" / "tightness.md"
+    default = pathlib.Path(__file__).resolve().parent / "results" / "tightness.md"
     parser.add_argument("--output", type=pathlib.Path, default=default)
     output = parser.parse_args().output
     rows = []

@@ -17,23 +17,33 @@ ROOT = Path(__file__).parents[1]
 # Guides before tutorials before the reference before proofs, papers and files of the repository.
 BOOST = {"": 4.0, "tutorials": 2.0, "reference": 1.5}
 LOG = logging.getLogger("mkdocs.hooks.site")
-LINK = re.compile(r"(?<=\]\()(?P<target>(?:\.\./)+[^)#\s]+)")
+LINK = re.compile(r"(?<=\]\()(?!https?:|#)[^)#\s]+")
 NAMES = ("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "EXTENDING.md", "SECURITY.md")
-PAGES = [ROOT / name for name in NAMES]
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = [
+    *(ROOT / name for name in NAMES),
+    *sorted((ROOT / "examples").glob("*.py")),
+    *sorted(RESULTS.glob("*.md")),
+]
 
 
 def _page(path: Path) -> str:
     """The page of a file: `from_repository/` and its path, so that no two are the same."""
-    return f"from_repository/{path.relative_to(ROOT).with_suffix('.md').as_posix()}"
+    suffix = ".png" if path.suffix == ".png" else ".md"
+    return f"from_repository/{path.relative_to(ROOT).with_suffix(suffix).as_posix()}"
 
 
-def _relinked(text: str, docs: str, root: str) -> str:
-    """Text of a file of the root, whose links into docs/ and elsewhere get these beginnings."""
-    return re.sub(
-        r"(?<=\]\()(?!https?:|#)(docs/)?([^)\s]+)",
-        lambda match: (docs if match[1] else root) + match[2],
-        text,
-    )
+def _relinked(text: str, source: str, page: str) -> str:
+    """Text of a file of the repository as that of a page: its relative links lead to pages."""
+
+    def replaced(match: re.Match[str]) -> str:
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), match[0]))
+        if path == "README.md":
+            path = "docs/index.md"
+        target = path[5:] if path.startswith("docs/") else _page(ROOT / path)
+        return posixpath.relpath(target, posixpath.dirname(page) or ".")
+
+    return LINK.sub(replaced, text)
 
 
 def _text(path: Path) -> str:
@@ -41,7 +51,7 @@ def _text(path: Path) -> str:
     if path.suffix == ".cff":
         return f"# Citing\n\n```yaml\n{text}```\n"
     if path.suffix != ".py":
-        return _relinked(text, docs="../", root="../../")  # the page is two folders below
+        return _relinked(text, path.relative_to(ROOT).as_posix(), _page(path))
     tree = ast.parse(text)
     title = (ast.get_docstring(tree) or path.name).split("\n")[0].rstrip(".")
     return f"# {title}\n\n`{path.relative_to(ROOT).as_posix()}`\n\n```python\n{text}```\n"
@@ -49,12 +59,14 @@ def _text(path: Path) -> str:
 
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Adds the README as the home page, and pages that are in no menu, for links and the search."""
-    home = _relinked((ROOT / "README.md").read_text("utf-8"), docs="", root="../")
+    home = _relinked((ROOT / "README.md").read_text("utf-8"), "README.md", "index.md")
     files.append(File.generated(config, "index.md", content=home))
-    for path in [*PAGES, *sorted((ROOT / "examples").glob("*.py"))]:
+    for path in PAGES:
         page = File.generated(config, _page(path), content=_text(path))
         page.inclusion = InclusionLevel.NOT_IN_NAV
         files.append(page)
+    for path in RESULTS.glob("*.png"):
+        files.append(File.generated(config, _page(path), abs_src_path=str(path)))
     return files
 
 
@@ -62,16 +74,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Links that leave docs/ lead to the pages that were added; searches find guides first."""
     folder = posixpath.dirname(page.file.src_uri)
     page.meta.setdefault("search", {"boost": BOOST.get(folder, 0.5)})
-
-    def replaced(match: re.Match[str]) -> str:
-        path = posixpath.normpath(posixpath.join("docs", folder, match["target"]))
-        if path.startswith("docs/"):
-            return match["target"]
-        if path == "README.md":
-            return posixpath.relpath("index.md", folder or ".")
-        return posixpath.relpath(_page(ROOT / path), folder or ".")
-
-    return LINK.sub(replaced, markdown)
+    if page.file.abs_src_path is None:
+        return markdown
+    return _relinked(markdown, f"docs/{page.file.src_uri}", page.file.src_uri)
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:

