@@ -252,8 +252,8 @@ is not stated: $o = 1$ here, and for the adaptive curve 10 from epoch 13 on.
 * The shape of the figure is met: a plateau after some five epochs. If $L_F = 0.98$ were true, the
   theorem would hold.
 * **It is not.** Convexity of a block gives no $L_F$ below 1. With the true constant the loss keeps
-  growing with the epochs, and an [attack](#the-attack) attains it up
-  to a factor that does not grow.
+  growing with the epochs, and an [attack](../../docs/papers/block_coordinate.md#the-attack) attains
+  it up to a factor that does not grow.
 
 ### Table 2: factorisation by users
 
@@ -271,7 +271,7 @@ seed, then 3 seeds.
 
 ### DP-MBCD against DP-SGD at equal epsilon
 
-The MLP of [the DiceSGD study](dice_sgd.md#a-small-mlp-and-a-small-cnn) on scikit-learn's digits,
+The MLP of [the DiceSGD study](dice_sgd_2024.md#a-small-mlp-and-a-small-cnn) on the same digits,
 {STEPS} steps of {SIZE_OF_BATCH} records, epsilon = {EPSILON:g} at delta = 1e-05 (REPLACE_SPECIAL)
 for all. The layers are the blocks. Rate and clip norm were chosen on another seed; 10 seeds.
 

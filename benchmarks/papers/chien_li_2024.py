@@ -196,9 +196,9 @@ The constants are **estimates, not bounds**, so that no row of this table is a g
 The estimated constants hardly depend on the exponent, because the largest ratios are those of
 points that are about one unit apart, and below 1 a distance to the power lambda grows as lambda
 falls: in the paper's formula exponent 1 is the best one. The [sound
-analysis](../theory/hoelder.md) of exponent 0.9, which counts that only n - 1 of the n gradients
-stretch, gives {best["ours"]:.5g} after 200 steps; Theorem A, at exponent 1 and without that, gives
-{best["smooth"]:.5g}.
+analysis](../../docs/theory/moduli.md#hoelder-gradients) of exponent 0.9, which counts that only
+n - 1 of the n gradients stretch, gives {best["ours"]:.5g} after 200 steps; Theorem A, at exponent
+1 and without that, gives {best["smooth"]:.5g}.
 
 **Example A.14** has a gradient of exponent 1/3 and constant `2 ** (2 / 3)`, as a run would declare
 it: `LossGeometry.hoelder(2 ** (2 / 3), 1 / 3)`. The function is `3/4 |x| ** (4/3)`; the paper's

@@ -341,7 +341,7 @@ Softmax regression on scikit-learn's digits (1,500 records, features of norm 1 a
 every gradient is at most G = 2 long), Poisson batches of {task.batch_size}, {task.num_steps}
 steps, epsilon = {EPSILON:g} at delta = {DELTA:g} (REPLACE_SPECIAL), the best of {len(rates)}
 learning rates for each entry, {seeds} seeds. *Sound epsilon* is what the noise costs by [Theorems
-1 and 2](#what-the-hidden-error-costs).
+1 and 2](../../docs/papers/dice_sgd.md#what-the-hidden-error-costs).
 
 ![Accuracy against the clip norm](dice_sgd_2024.png)
 

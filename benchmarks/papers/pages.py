@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import argparse
 import pathlib
-import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from hidden_state_accountants.plotting import new_figure
 
-sys.path.append(str(pathlib.Path(__file__).resolve().parents[1]))
-from sections import fill
-
-FOLDER = pathlib.Path(__file__).resolve().parents[2] / "docs" / "papers"
-PAGES = {
-    "chen_liu_2025": "papers/block_coordinate.md",
-    "chien_li_2024": "theory/chien_li.md",
-    "chourasia_2021": "theory/langevin.md",
-    "dice_sgd_2024": "papers/dice_sgd.md",
-    "kong_ribero_2025": "theory/kong_ribero.md",
+FOLDER = pathlib.Path(__file__).resolve().parents[1] / "results"
+TITLES = {
+    "chen_liu_2025": "Chen & Liu 2025",
+    "chien_li_2024": "Chien & Li 2024",
+    "chourasia_2021": "Chourasia, Ye, Shokri 2021",
+    "dice_sgd_2024": "Zhang, Bu, Wu, Hong 2024",
+    "kong_ribero_2025": "Kong & Ribero 2025",
 }
 # Okabe and Ito: told apart with any colour vision.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#7f7f7f")
@@ -78,15 +73,10 @@ def at(x: Sequence[float], curves: Curves, points: Sequence[float]) -> list[list
 
 
 def write(folder: pathlib.Path, name: str, text: str) -> None:
-    """The part of a script in its page; a page of its own where the folder is not in docs/."""
-    text = f"Written by `make papers` (`benchmarks/papers/{name}.py`); do not edit.\n{text}"
-    page = folder.parent / PAGES[name]
-    if not page.is_file():
-        (folder / f"{name}.md").write_text(text, "utf-8")
-        return
-    pictures = "" if page.parent == folder else f"../{folder.name}/"
-    text = re.sub(r"(?<=\]\()(?=\w+\.png\))", pictures, text)
-    fill(page, f"benchmarks/papers/{name}.py", text)
+    """The page of a script."""
+    title = f"# {TITLES[name]}: figures, recomputed\n\n"
+    by = f"Written by `make papers` (`benchmarks/papers/{name}.py`); do not edit.\n"
+    (folder / f"{name}.md").write_text(title + by + text, "utf-8")
 
 
 def run(main: Callable[..., None], description: str) -> None:

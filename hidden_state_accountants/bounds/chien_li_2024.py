@@ -6,7 +6,7 @@ r"""Chien & Li 2024 (arXiv 2410.01068): bounded domains, no convexity, Hölder g
           \quad\text{with}\quad z_\tau = D_\tau,\; z_t = g(z_{t-1}) - a_t \ge 0,\; z_T = 0
 
 g is the modulus of the update and D_tau tracks the distance of the two runs from the start. What is
-published, what is sound and where the two differ: docs/theory/chien_li.md.
+published, what is sound and where the two differ: docs/papers/last_iterate.md.
 """
 
 from __future__ import annotations

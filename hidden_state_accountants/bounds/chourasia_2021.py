@@ -6,7 +6,7 @@ I) on the iterate and a sum of gradients that one record moves by S_g:
 .. math:: D_\alpha \le \frac{\alpha S_g^2}{\lambda \sigma^2 n^2}
           \left(1 - e^{-\lambda \eta K / 2}\right)
 
-Theorem A is never larger than it, nor than the recursion behind it (docs/theory/langevin.md).
+Theorem A is never larger than it, nor than the recursion behind it (docs/papers/last_iterate.md).
 """
 
 from __future__ import annotations

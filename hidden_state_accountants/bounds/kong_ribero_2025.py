@@ -5,7 +5,7 @@ With :math:`L` a Lipschitz constant of the update, :math:`s = 2\lambda C/b` and
 
 .. math:: D_\alpha \le \frac{\alpha s^2}{\sigma^2}\,[1 + E\,\theta_L(\ell)]
 
-What is published, what is sound and where the two differ: docs/theory/kong_ribero.md.
+What is published, what is sound and where the two differ: docs/papers/last_iterate.md.
 """
 
 from __future__ import annotations

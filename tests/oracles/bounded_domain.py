@@ -65,7 +65,7 @@ class BoundedDomain:
     Source: this project. Kong & Ribero 2025 (arXiv 2407.05237), Theorem 2.2, states
     :math:`D_\alpha \le \alpha (L_\lambda R + s)^2/(2 \sigma^2)` with :math:`L_\lambda = 1` for
     convex losses; clipped steps are proved :math:`\sqrt 2 L_\lambda`-Lipschitz only. See
-    docs/theory/kong_ribero.md.
+    docs/papers/last_iterate.md.
     """
 
     name = "bounded_domain"

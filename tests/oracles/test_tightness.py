@@ -1,4 +1,4 @@
-"""benchmarks/results/tightness.md repeats what benchmarks/tightness.py says; no bound is below a found value."""
+"""The committed table is what benchmarks/tightness.py says; no bound is below a found value."""
 
 import importlib.util
 import pathlib

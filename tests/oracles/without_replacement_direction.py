@@ -45,7 +45,7 @@ class WithoutReplacementDirection:
 
     Source: this project. Chien & Li 2024 (arXiv 2410.01068 v1), Definition 3.11 and Theorem 3.12,
     state :math:`D_\alpha(N_0 \| \text{mixture})` at T = 1; the truth is the larger
-    :math:`D_\alpha(\text{mixture} \| N_0)`. See docs/theory/chien_li.md.
+    :math:`D_\alpha(\text{mixture} \| N_0)`. See docs/papers/last_iterate.md.
     """
 
     name = "without_replacement_direction"

@@ -32,7 +32,7 @@ def rate(event, relation=REPLACE_ONE, analysis="sound"):
 
 
 def log_sobolev_step(rho, q, contraction, s, v):
-    """The recursion of docs/theory/langevin.md: rate and inverse constant after a step."""
+    """The recursion of docs/papers/last_iterate.md: rate and inverse constant after a step."""
     d, after = math.sqrt(2 * rho * q), contraction**2 * q + v
     if d * v >= s * contraction * q:
         return (contraction * d + s) ** 2 / (2 * after), after
