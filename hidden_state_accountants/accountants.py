@@ -257,7 +257,7 @@ class LastIterateAccountant(_LastIterateBase):
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one with zero gradient),
             REPLACE_ONE, or ADD_OR_REMOVE_ONE (FULL and POISSON batches only).
         group_size: How many records one person has at most: all figures are then about data sets
-            that differ in that many (docs/theory/groups.md).
+            that differ in that many (docs/theory/theorem_a.md).
     """
 
     def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:

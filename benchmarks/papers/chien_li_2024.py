@@ -196,7 +196,7 @@ The constants are **estimates, not bounds**, so that no row of this table is a g
 The estimated constants hardly depend on the exponent, because the largest ratios are those of
 points that are about one unit apart, and below 1 a distance to the power lambda grows as lambda
 falls: in the paper's formula exponent 1 is the best one. The [sound
-analysis](../../docs/theory/moduli.md#hoelder-gradients) of exponent 0.9, which counts that only
+analysis](../../docs/theory/theorem_a.md#holder-gradients) of exponent 0.9, which counts that only
 n - 1 of the n gradients stretch, gives {best["ours"]:.5g} after 200 steps; Theorem A, at exponent
 1 and without that, gives {best["smooth"]:.5g}.
 

@@ -49,7 +49,7 @@ class Composition(Bound):
     the only fact about the loss that it uses is a declared Lipschitz constant below the clip norm.
     Exact (mu-GDP) for FULL and for epoch-wise orders; random batches by the privacy losses of their
     steps, also under relations that no standard event expresses; balls in bins by one pair for
-    every draw (docs/theory/balls_in_bins.md). A cap on batches of random sizes adds
+    every draw (docs/theory/hidden_coins.md). A cap on batches of random sizes adds
     `event.cap_delta`.
     """
 

@@ -6,7 +6,7 @@ where it is not asked the place is revealed, and the guarantee is the mean over 
 .. math:: \delta(\varepsilon) \le \frac1l \sum_j \delta_{\mu_j}(\varepsilon), \qquad
           D_\alpha \le \frac{1}{\alpha-1}\log\frac1l\sum_j e^{(\alpha-1)\alpha\mu_j^2/2}
 
-(docs/theory/data_order.md).
+(docs/theory/hidden_place.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ r"""Theorem A for losses with a Hölder gradient: the modulus of the update is n
     f_t(z) = (1 - \eta w)\,z + \eta\,\theta_t \min(L z^\lambda, 2G) + s_t
 
 theta_t is the share of the terms of batch t that are the same for both data sets
-(docs/theory/hoelder.md).
+(docs/theory/theorem_a.md).
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ lognormal :math:`X_k = e^{\mu g_k - \mu^2/2}`, and
 
 Both are means of convex functions of A, so that a law that is larger in convex order has no smaller
 divergence in either order: masses may be moved to two nodes beside them, their means kept, of every
-X and of every partial mean (docs/theory/balls_in_bins.md).
+X and of every partial mean (docs/theory/hidden_coins.md).
 """
 
 from __future__ import annotations

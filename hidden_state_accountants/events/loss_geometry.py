@@ -226,7 +226,7 @@ class LossGeometry:
         """The envelope of softmax cross-entropy; M = B**2/(2 + smoothing), gradient norm C*B.
 
         The envelope of a loss is convex and has no gradient longer than clip_norm in the logits,
-        so that a clip norm of at least C*B in the parameters never acts: docs/theory/envelope.md.
+        so that a clip norm of at least C*B in the parameters never acts: docs/theory/moduli.md.
         `hidden_state_accountants.envelope_smoothing` chooses the smoothing for a learning rate.
 
         Args:

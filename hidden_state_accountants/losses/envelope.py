@@ -6,7 +6,7 @@ The envelope of a convex loss l with an M-Lipschitz gradient is
     h(v) = \begin{cases} |v|^2/(2m) & |v| \le mC \\ C|v| - mC^2/2 & \text{else} \end{cases}
 
 with the clip norm C and the smoothing m >= 0. L is convex, its gradient is nowhere longer than C,
-and it is Lipschitz with the constant M/(1 + mM). Proofs: docs/theory/envelope.md.
+and it is Lipschitz with the constant M/(1 + mM). Proofs: docs/theory/moduli.md.
 """
 
 from __future__ import annotations

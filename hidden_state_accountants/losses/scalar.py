@@ -1,7 +1,7 @@
 """The envelopes of losses of one prediction, and of the squared error, for any framework.
 
 A function returns the values, shape (records,), and the gradients in the predictions, which have
-the shape of the predictions. Proofs: docs/theory/envelope.md.
+the shape of the predictions. Proofs: docs/theory/moduli.md.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ With the multiplier of the ball in r >= m, and v = log p, this is
     r = m \text{ or } |p - t| = C.
 
 Logits, targets and v have shape (classes, records), so that sums over the classes are fast; r and
-what belongs to a record has shape (records,). Proofs: docs/theory/envelope.md.
+what belongs to a record has shape (records,). Proofs: docs/theory/moduli.md.
 """
 
 from __future__ import annotations

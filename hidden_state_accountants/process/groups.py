@@ -2,7 +2,7 @@
 
 A guarantee says something about two data sets that differ in one record. Group privacy needs it for
 every two neighbours on the way from one data set to another, and on that way lie data sets with
-several records replaced, zeroed, added or removed (docs/theory/groups.md).
+several records replaced, zeroed, added or removed (docs/theory/theorem_a.md).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ They are used like torch's own criteria. Each is the Huber envelope of the loss 
 .. math:: L(z) = \min_u\; l(u) + h(z - u), \qquad
     h(v) = |v|^2/(2m) \text{ up to } |v| = mC, \text{ then } C|v| - mC^2/2
 
-(docs/theory/envelope.md): convex, with gradients in the predictions no longer than `clip_norm` and
+(docs/theory/moduli.md): convex, with gradients in the predictions no longer than `clip_norm` and
 Lipschitz with the constant 1/(1/M + smoothing), M being that of the plain loss. Values and
 gradients are computed in float64, on a CPU with NumPy. How long that takes depends on the records.
 """

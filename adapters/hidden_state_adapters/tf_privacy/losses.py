@@ -6,7 +6,7 @@ loss in its name,
 .. math:: L(z) = \min_u\; l(u) + h(z - u), \qquad
     h(v) = |v|^2/(2m) \text{ up to } |v| = mC, \text{ then } C|v| - mC^2/2
 
-(docs/theory/envelope.md): convex, with gradients in the predictions no longer than `clip_norm` and
+(docs/theory/moduli.md): convex, with gradients in the predictions no longer than `clip_norm` and
 Lipschitz with the constant 1/(1/M + smoothing), M being that of the plain loss. Values and
 gradients are computed in float64, eagerly, in graphs and under XLA. How long that takes depends on
 the examples. A target that the loss is not made for, or a gradient that could not be certified,

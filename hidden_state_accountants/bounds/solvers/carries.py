@@ -1,6 +1,6 @@
 r"""How far apart two runs may be at the ends of the epochs, if every epoch has an order of its own.
 
-Theorem A for orders that are drawn anew (docs/theory/data_order.md). For numbers
+Theorem A for orders that are drawn anew (docs/theory/hidden_place.md). For numbers
 :math:`Z_0 = Z_E = 0, Z_e \ge 0`, the *carries*, an epoch e in which the record is at position j
 costs
 

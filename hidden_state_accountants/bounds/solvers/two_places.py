@@ -253,7 +253,7 @@ def _representatives(process: NoisyProcess, home: int) -> np.ndarray:
     """For each place one whose A and C are no smaller, shape (period,), ascending: few of many.
 
     Of equal steps with c <= 1 a participation that is moved later never costs less
-    (docs/theory/data_order.md).
+    (docs/theory/hidden_place.md).
     """
     period = process.period
     is_whole = process.is_constant and not process.release_steps
