@@ -54,7 +54,7 @@ def test_the_page_is_that_of_the_script(name):
 
 
 def test_what_the_index_names_exists():
-    text = (ROOT / "docs" / "papers" / "index.md").read_text("utf-8")
+    text = (ROOT / "benchmarks" / "results" / "papers.md").read_text("utf-8")
     paths = re.findall(r"`([\w/.]+\.py)`", text)
     assert len(paths) > 40
     for path in paths:
