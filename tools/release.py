@@ -26,6 +26,7 @@ RELATIVE_LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((?!https?:|#)([^)\s]+)\)")
 VERSIONS = {
     "pyproject.toml": r'^version = "(.+)"$',
     "CITATION.cff": r"^version: (.+)$",
+    "conda/recipe.yaml": r'^  version: "(.+)"$',
     "hidden_state_accountants/__init__.py": r'^__version__ = "(.+)"$',
     "CHANGELOG.md": r"^## \[(\d.*)\] - \d{4}-\d\d-\d\d$",
 }

@@ -5,6 +5,7 @@ Pages are read in the repository, too, where a link to ../examples/resume_opacus
 """
 
 import ast
+import json
 import logging
 import posixpath
 import re
@@ -25,6 +26,17 @@ PAGES = [
     *sorted((ROOT / "examples").glob("*.py")),
     *sorted(RESULTS.glob("*.md")),
 ]
+
+
+# What people look for, and the page of a guide that has to answer.
+SEARCHES = {
+    "BERT": "opacus",
+    "GAN": "opacus",
+    "LLM": "opacus",
+    "class weights": "opacus",
+    "resume": "opacus",
+    "shuffle": "decide",
+}
 
 
 def _page(path: Path) -> str:
@@ -89,3 +101,15 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
         for found in re.findall(r"\S*(?:\w\0\w|[A-Za-z)]_[a-z{(]|\^|\$)\S*", text):
             LOG.warning("%s: %r is a formula outside of $...$", page.file.src_uri, found)
     return html
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """A word that the search does not find on its page is an error."""
+    path = Path(config["site_dir"]) / "search" / "search_index.json"
+    found: dict[str, str] = {}
+    for section in json.loads(path.read_text("utf-8"))["docs"]:
+        page = section["location"].partition(".html")[0]
+        found[page] = f"{found.get(page, '')} {section['title']} {section['text']}".casefold()
+    for words, page in SEARCHES.items():
+        if words.casefold() not in found.get(page, ""):
+            LOG.warning("%s.md: the search does not find %r there", page, words)

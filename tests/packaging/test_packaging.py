@@ -161,6 +161,24 @@ def test_version_is_the_same_everywhere():
     assert citation == project
 
 
+def test_the_conda_recipe_asks_for_the_same_versions():
+    tomllib = pytest.importorskip("tomllib")
+    recipe = (ROOT / "conda" / "recipe.yaml").read_text("utf-8")
+    pins = dict(re.findall(r"^    - ([\w-]+) ([<>=\d.,]+)$", recipe, re.M))
+    pins["torch"] = pins.pop("pytorch")  # its name there
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))
+    extras = project["project"]["optional-dependencies"]
+    asked = [
+        *project["build-system"]["requires"],
+        f"python{project['project']['requires-python']}",
+        *project["project"]["dependencies"],
+        *(line for name in ("keras3", "opacus", "sklearn") for line in extras[name]),
+    ]
+    expected = dict(re.match(r"([\w-]+)(.+)", line).groups() for line in asked)
+    expected.pop("tensorflow")  # channels have other builds of it
+    assert pins == expected
+
+
 def test_both_constraints_files_pin_the_same_tools():
     def pins(name):
         tools = (ROOT / name).read_text().partition("# Tools")[2].splitlines()[1:]
