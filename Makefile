@@ -4,11 +4,12 @@
 #                                needs 3.10 or 3.11). It is used when an environment is made; "make distclean"
 #                                first to change it.
 #   PIP_ARGS='...'               more options for pip, an --extra-index-url with PyTorch's CPU builds for example
-#   PYTEST_ARGS='...'            more options for pytest
+#   PYTEST_ARGS='...'            more options for pytest: --seed N, the one of a run that is repeated
 #   WORKERS=2                    test processes
 #   UTILITY_ARGS='--sets digits cancer'  options of the benchmark of "make utility"
 #   GPU_PYTHON=python3           the Python of "make gpu", on a machine that has torch with CUDA already
 #   RELEASE_ARGS='--url URL'     where the repository is published: links of the description become absolute
+#   N=1000 LAW_ARGS='--against REVISION'  runs of "make law", and the commit that they stand beside (the newest tag)
 #   DEEP_EXAMPLES=18             how many times the examples of "make test" that "make test-deep" searches
 
 ifeq ($(origin PYTHON), undefined)
@@ -18,6 +19,7 @@ PYTHON := $(or $(shell for python in python3.11 python3.12 python3.10 python3.13
 endif
 WORKERS ?= 2
 DEEP_EXAMPLES ?= 18
+N ?= 1000
 GPU_PYTHON ?= python3
 GPU_PYTHON_VERSION ?= 3.12
 SOURCES := $(wildcard hidden_state_accountants adapters tests examples benchmarks tools)
@@ -28,7 +30,7 @@ FAST_TESTS := $(wildcard $(addprefix tests/, core theorems misuse/test_opacus.py
 KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_mirrored.py test_model.py test_model_*.py test_steps_per_execution.py))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 # A process that is done takes over tests of another one: TensorFlow's graphs are mostly made in one of them.
-PYTEST = OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST = PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal
 
 DEMO_REQUIREMENTS := -e '.[opacus,examples]'
 TEST_REQUIREMENTS := -e '.[all,dev]'
@@ -49,7 +51,7 @@ define install
 '$(PYTHON)' tools/environment.py '$(PYTHON)' $(1) $(2) $(PIP_ARGS) $(3)
 endef
 
-.PHONY: help demo test test-once test-all test-exhaustive test-fast test-numpy2 test-keras3 test-python test-mutations rehearsal tightness benchmarks utility papers gpu \
+.PHONY: help demo test test-once test-all test-exhaustive test-fast test-numpy2 test-keras3 test-python test-mutations law rehearsal tightness benchmarks utility papers gpu \
     gpu-wheels docs release lint format clean distclean
 .NOTPARALLEL:
 
@@ -62,6 +64,7 @@ help:
 	@echo "make test-keras3  the Keras model that owns its run with the newest TensorFlow: with Keras 3, then with Keras 2"
 	@echo "make test-python  the same with PYTHON=python3.12, or 3.10 or 3.13, in an environment of its own"
 	@echo "make test-mutations  put one mistake at a time into the engine: the test of each must notice it (a quarter of an hour)"
+	@echo "make law          epsilon of N random runs beside that of the last release: the worst ratios"
 	@echo "make rehearsal    every path of the Opacus adapter on a pretend device, which c++ builds, or on DEVICE=cuda"
 	@echo "make tightness    write benchmarks/results/tightness.md: the bounds against exact values"
 	@echo "make benchmarks   write benchmarks/results/speed.md: steps of the Opacus optimizers against Opacus'"
@@ -107,6 +110,9 @@ test-python: $(PYTHON_VENV)/.test-installed
 test-mutations: .venv/.test-installed
 	.venv/bin/python tests/mutation/check_mutations.py --workers $(WORKERS)
 
+law: .venv/.test-installed
+	PYTHONPATH=. .venv/bin/python tests/laws/beside.py --runs $(N) $(LAW_ARGS)
+
 rehearsal: .venv/.test-installed
 	PYTHONPATH=tests/rehearsal OMP_NUM_THREADS=1 .venv/bin/python -m pytest -q $(PYTEST_ARGS) tests/rehearsal/rehearse.py
 
@@ -139,7 +145,7 @@ papers: .venv/.test-installed
 	for script in chien_li_2024 kong_ribero_2025 chourasia_2021 chen_liu_2025 dice_sgd_2024; do \
 	    OMP_NUM_THREADS=1 .venv/bin/python benchmarks/papers/$$script.py || exit 1; done
 
-# One process: its progress is seen at once. New random runs every time; a failure is replayed first.
+# One process: its progress is seen at once. New random runs every time, unless PYTEST_ARGS has the --seed of one.
 test-deep: .venv/.test-installed
 	OMP_NUM_THREADS=1 DEEP_EXAMPLES=$(DEEP_EXAMPLES) .venv/bin/python -u -m pytest -sv --hypothesis-profile=deep \
 	    -k refutes $(PYTEST_ARGS) tests/oracles/test_search.py

@@ -2,23 +2,23 @@
 
 import os
 import random
+import secrets
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import core, settings
 
 for folder in ("misuse", "oracles", "reference", "../examples/papers"):
     sys.path.insert(0, str(Path(__file__).parent / folder))
 
-settings.register_profile("ci", deadline=None, derandomize=True, max_examples=12)
-settings.register_profile("dev", deadline=None, max_examples=12)
-settings.register_profile("exhaustive", deadline=None, derandomize="CI" in os.environ)
-# For "make test-deep": examples, in hundreds, where "ci" has one hundred.
+# For "make test-deep": examples, in hundreds, where a law of "make test" has twelve.
 deep_examples = 100 * int(os.environ.get("DEEP_EXAMPLES", "18"))
-settings.register_profile("deep", deadline=None, max_examples=deep_examples)
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+settings.register_profile("usual", deadline=None, derandomize=False, max_examples=12, database=None)
+settings.register_profile("exhaustive", settings.get_profile("usual"), max_examples=100)
+settings.register_profile("deep", settings.get_profile("usual"), max_examples=deep_examples)
+settings.load_profile("usual")
 
 
 def pytest_addoption(parser):
@@ -27,11 +27,24 @@ def pytest_addoption(parser):
         action="store_true",
         help="also the tests that are marked so, and a hundred examples of each law",
     )
+    parser.addoption(
+        "--seed",
+        type=int,
+        help="of everything that tests draw; by default a new one, with CI in the environment 0",
+    )
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     if config.getoption("exhaustive") and not config.getoption("--hypothesis-profile", None):
         settings.load_profile("exhaustive")
+    if config.option.seed is None:  # the processes of xdist have that of the first one
+        config.option.seed = 0 if os.environ.get("CI") else secrets.randbits(32)
+    config.pluginmanager.register(Draws(config.option.seed))
+
+
+def pytest_report_header(config):
+    return f"seed: {config.option.seed} (--seed {config.option.seed} draws the same)"
 
 
 def pytest_collection_modifyitems(config, items):
@@ -50,35 +63,51 @@ def usual(request):
     return lambda few, many: many if request.config.getoption("exhaustive") else few
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item):
-    """In continuous integration a test draws the same numbers in every run and after any other.
+class Draws:
+    """All that a test draws follows from the seed of the session and the name of the test.
 
-    Secret batches and noise ask the operating system for numbers. Of thousands of tests one a day
-    would meet an empty batch or a value that looks like another, and stop what has nothing to do
-    with it. What the operating system says is stood in for by a stream that begins with the name of
-    the test; programs that a test starts and processes that it forks ask the operating system.
-    Elsewhere every run has numbers of its own, which find what one stream never meets.
+    So it does not depend on what else runs, where, and in which order. Secret batches and noise ask
+    the operating system for numbers, which a stream stands in for. A fixture of several tests has a
+    stream of its own. Programs that a test starts and processes that it forks are left out.
+
+    Args:
+        seed: Seed of the session.
     """
-    if not os.environ.get("CI"):
-        return (yield)
-    with pytest.MonkeyPatch.context() as patch:
-        asked, own, stream = os.urandom, os.getpid(), random.Random(item.nodeid)
+
+    def __init__(self, seed):
+        self._seed, self._stream = seed, random.Random(seed)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        asked, own = os.urandom, os.getpid()
 
         def urandom(size):
-            return stream.randbytes(size) if os.getpid() == own else asked(size)
+            return self._stream.randbytes(size) if os.getpid() == own else asked(size)
 
-        patch.setattr(os, "urandom", urandom)
-        patch.setattr(random, "_urandom", urandom)  # what `secrets` and unseeded generators read
-        seed_global_generators(stream)
-        return (yield)
+        self._test = item.nodeid
+        self._begin(self._test)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(os, "urandom", urandom)
+            patch.setattr(random, "_urandom", urandom)  # what `secrets` and NumPy's generators read
+            return (yield)
 
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef, request):
+        if fixturedef.scope == "function":
+            return (yield)
+        self._begin(f"{fixturedef.baseid} {fixturedef.argname} {request.param_index}")
+        try:
+            return (yield)
+        finally:
+            self._begin(self._test)
 
-def seed_global_generators(stream):
-    """Of Python, NumPy and, where they are loaded, torch and TensorFlow."""
-    random.seed(stream.getrandbits(64))
-    np.random.seed(stream.getrandbits(32))  # noqa: NPY002
-    if torch := sys.modules.get("torch"):
-        torch.manual_seed(stream.getrandbits(63))
-    if tensorflow := sys.modules.get("tensorflow"):
-        tensorflow.random.set_seed(stream.getrandbits(31))
+    def _begin(self, name):
+        """Draws from here on what follows from a name: of Python, NumPy, torch and TensorFlow."""
+        self._stream = stream = random.Random(f"{self._seed} {name}")
+        core.global_force_seed = stream.getrandbits(64)
+        random.seed(stream.getrandbits(64))
+        np.random.seed(stream.getrandbits(32))  # noqa: NPY002
+        if torch := sys.modules.get("torch"):
+            torch.manual_seed(stream.getrandbits(63))
+        if tensorflow := sys.modules.get("tensorflow"):
+            tensorflow.random.set_seed(stream.getrandbits(31))
