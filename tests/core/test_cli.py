@@ -7,13 +7,12 @@ import warnings
 
 import attrs
 import pytest
-from runs import cyclic_run, full_run
+from runs import block_run, cyclic_run, dice_run, full_run
 
 import hidden_state_accountants as hsa
 
 pytest.importorskip("typer")
 
-from hidden_state_accountants.cli import app, output
 from hidden_state_accountants.cli.app import run
 from hidden_state_accountants.cli.template import template
 
@@ -125,22 +124,10 @@ def test_help_waits_for_no_library(arguments):
     [
         ("none", None),
         ("convex --smoothness 0.5", hsa.LossGeometry.convex(0.5)),
-        ("smooth --smoothness 0.5", hsa.LossGeometry.smooth(0.5)),
-        (
-            "strongly-convex --smoothness 2 --strong-convexity 1",
-            hsa.LossGeometry.strongly_convex(2.0, 1.0),
-        ),
-        ("linear --lipschitz 2", hsa.LossGeometry.linear(2.0)),
-        ("softmax_cross_entropy --feature-norm 1", hsa.LossGeometry.softmax_cross_entropy(1.0)),
         ("logistic --feature-norm 2 --bias", hsa.LossGeometry.logistic(2.0, True)),
-        ("huber --feature-norm 2 --threshold 1", hsa.LossGeometry.huber(2.0, 1.0)),
         (
             "envelope-logistic --feature-norm 2 --loss-clip-norm 0.3 --smoothing 1.5",
             hsa.LossGeometry.envelope_logistic(2.0, clip_norm=0.3, smoothing=1.5),
-        ),
-        (
-            "squared-error --feature-norm 1 --scale 2",
-            hsa.LossGeometry.squared_error(1.0, scale=2.0),
         ),
     ],
 )
@@ -155,24 +142,6 @@ SCHEDULED = cyclic_run(
     loss=hsa.LossGeometry.weakly_convex(1.0, 0.25),
     release_steps=(5,),
 )
-DICE = hsa.DiceSgdDpEvent(
-    noise_std=0.5,
-    clip_norm=1.0,
-    error_clip_norm=0.01,
-    batch_size=5,
-    dataset_size=20,
-    num_steps=8,
-    batch_order="cyclic",
-)
-BLOCKS = hsa.BlockCoordinateDpEvent(
-    step_size=0.1,
-    noise_variance=1e-4,
-    gradient_sensitivity=0.02,
-    batch_size=5,
-    dataset_size=20,
-    num_epochs=3,
-    block_loss=hsa.LossGeometry.convex(1.0),
-)
 
 
 def toml(value):
@@ -181,7 +150,9 @@ def toml(value):
     return json.dumps(value)
 
 
-@pytest.mark.parametrize("event", [SCHEDULED, DICE, BLOCKS], ids=["schedules", "dice", "blocks"])
+@pytest.mark.parametrize(
+    "event", [SCHEDULED, dice_run(), block_run()], ids=["schedules", "dice", "blocks"]
+)
 def test_the_dictionary_form_of_an_event_is_a_run_file(folder, hsa_json, event):
     lines = [f"{key} = {toml(value)}" for key, value in event.to_dict().items()]
     (folder / "event.toml").write_text("\n".join(lines))
@@ -251,19 +222,6 @@ def test_compare_several_files_as_text_and_as_a_picture(folder, capsys):
     assert (folder / "out.svg").read_text().startswith("<?xml")
 
 
-def test_long_work_moves_a_bar():
-    from rich.console import Console
-
-    screen = io.StringIO()
-    console = Console(file=screen, force_terminal=True, width=100)
-    with output.bar(console) as tell:
-        tell("audit of LastIterateAccountant")
-        tell("attack 2 of 3: [exact]")
-    shown = screen.getvalue().split("audit of")[-1]
-    assert "33%" in shown
-    assert "attack 2 of 3: [exact]" in shown
-
-
 def test_explain(folder, capsys, hsa_json):
     assert run(["explain", "run.toml", "-q"]) == 0
     text = capsys.readouterr().out
@@ -317,31 +275,19 @@ BAD = {
     "epsilon typo.toml": "typo.toml: Unknown key in LastIterateDpEvent: noise. Did you mean",
     "epsilon kind.toml": "kind.toml: Expected type to be one of LastIterateDpEvent",
     "epsilon run.toml --noise-multiplier -1": "Expected finite noise_multiplier >= 0, got -1.0.",
-    "epsilon run.toml --num-steps 1.5e0": "expected a whole number, got '1.5e0'",
     "epsilon run.toml --batch-order ciclic": "got 'ciclic'. Did you mean 'cyclic'?",
     "epsilon run.toml --accountant lastiterate": "Did you mean 'last_iterate'?",
-    "epsilon run.toml --relation replac-one": "Did you mean 'replace_one'?",
-    "epsilon run.toml --loss softmax": "Did you mean 'softmax_cross_entropy'?",
-    "epsilon run.toml --clip-norm x": "expected a number or none, got 'x'",
     "epsilon run.toml --num-steps 4 --epochs 1": "got both",
     "epsilon run.toml --loss logistic": "feature_norm (optional: bias) for the loss logistic",
-    "epsilon run.toml --loss none --smoothness 1": "--smoothness",
     "epsilon run.toml --relation add_or_remove_one": "covers the run. composition: neighb",
     "epsilon run.toml --batch-size 3": "which leaves 2 records over",
-    "epsilon run.toml --accountant langevin": "langevin does not cover the run: batch order",
-    "epsilon run.toml --accountant dice_sgd": "Expected a DiceSgdDpEvent",
     "delta run.toml": "--epsilon",
     "calibrate run.toml": "--target-epsilon",
     "recommend": "Missing --dataset-size, --epsilon.",
-    "recommend --epsilon 1": "Missing option '--dataset-size'",
     "profile run.toml --batch-order poisson": "Expected CYCLIC batches for a profile, got POISSON",
-    "calibrate run.toml -e 1 --parameter x": "noise or epochs",
     "calibrate run.toml -e 1e-3 --parameter epochs": "what one epoch costs",
-    "compare run.toml missing.toml": "missing.toml",
     "compare run.toml --plot x.nonsense": "ends in .png",
-    "audit run.toml --claim-epsilon -1": "epsilon",
     "nonsense": "No such command",
-    "epsilon run.toml --nonsense": "No such option: --nonsense",
     "epsilon run.toml --noise-multipler 2": "Did you mean 'noise-multiplier'?",
     "epsilon run.toml other.toml": "Expected one file, got run.toml, other.toml",
     "epsilon broken.pt": "broken.pt: not a checkpoint that HiddenStatePrivacyEngine saved",
@@ -369,9 +315,7 @@ def test_published_formulas_warn_unless_quiet(folder, capsys):
     (folder / "dice.toml").write_text(
         "\n".join(
             f"{key} = {toml(value)}"
-            for key, value in attrs.evolve(DICE, error_clip_norm=1.0, batch_size=2)
-            .to_dict()
-            .items()
+            for key, value in dice_run(batch_size=2, error_clip_norm=1.0).to_dict().items()
         ).replace("cyclic", "poisson")
     )
     command = ["epsilon", "dice.toml", "--accountant", "dice_sgd_published"]
@@ -384,15 +328,6 @@ def test_published_formulas_warn_unless_quiet(folder, capsys):
     assert run([*command, "--quiet"]) == 0
     assert capsys.readouterr().err == ""
     assert warnings.showwarning is showing
-
-
-@pytest.mark.parametrize(
-    "command",
-    [command.name or command.callback.__name__ for command in app.app.registered_commands],
-)
-def test_help_has_an_example(capsys, command):
-    assert run([command, "--help"]) == 0
-    assert f"hsa {command}" in capsys.readouterr().out.replace("\n", " ")
 
 
 def test_no_arguments_show_the_help(capsys):

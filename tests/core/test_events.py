@@ -67,15 +67,6 @@ def test_events_that_differ_are_not_equal():
     assert len({make(**changes) for make, changes in EVENTS}) == len(EVENTS)
 
 
-def test_repr_of_a_long_schedule_is_short():
-    event = cyclic_run(
-        num_steps=100_000,
-        learning_rate=np.linspace(0.5, 0.1, 100_000),
-        release_steps=range(1, 100_000),
-    )
-    assert len(repr(event)) < 500
-
-
 def test_equal_schedules_are_equal_however_they_are_written():
     ones = [
         [0.5] * 24,
@@ -99,42 +90,27 @@ def test_string_orders_and_releases_are_canonical():
     ("changes", "error", "text"),
     [
         ({"noise_multiplier": -1.0}, ValueError, "Expected finite noise_multiplier >= 0, got -1.0"),
-        ({"noise_multiplier": math.nan}, ValueError, "noise_multiplier"),
         ({"noise_multiplier": math.inf}, ValueError, "finite noise_multiplier"),
         ({"noise_multiplier": "2"}, TypeError, "noise_multiplier to be a real number, got '2'"),
-        ({"noise_multiplier": True}, TypeError, "noise_multiplier"),
-        ({"noise_multiplier": None}, TypeError, "noise_multiplier"),
-        ({"learning_rate": -0.1}, ValueError, "learning_rate >= 0"),
         ({"learning_rate": [0.1] * 23}, ValueError, "cover num_steps = 24 steps, got 23"),
         ({"learning_rate": [0.1] * 23 + [math.nan]}, ValueError, "at index 23"),
         ({"learning_rate": [[0.1] * 24]}, TypeError, "one-dimensional"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm > 0"),
         ({"clip_norm": [1.0] * 23 + [0.0]}, ValueError, "clip_norm > 0 at every step"),
         ({"clip_norm": None, "loss": None}, ValueError, "loss.lipschitz when clip_norm is None"),
-        ({"clip_norm": None, "loss": LossGeometry.convex(1.0)}, ValueError, "loss.lipschitz"),
-        ({"batch_size": 0}, ValueError, "batch_size >= 1"),
         ({"batch_size": 2.5}, TypeError, "batch_size to be an integer"),
-        ({"batch_size": 21}, ValueError, "batch_size <= dataset_size = 20"),
-        ({"dataset_size": -20}, ValueError, "dataset_size >= 1"),
-        ({"num_steps": 0}, ValueError, "num_steps >= 1"),
         ({"num_steps": True}, TypeError, "num_steps"),
         ({"batch_order": "sorted"}, ValueError, "batch_order to be one of full, cyclic"),
         ({"batch_order": "full"}, ValueError, "batch_size = dataset_size"),
         ({"loss": 0.5}, TypeError, "LossGeometry or None"),
         ({"weight_decay": 2.0}, ValueError, "learning_rate \\* weight_decay < 1, got 1"),
-        ({"weight_decay": -0.1}, ValueError, "weight_decay >= 0"),
         ({"domain_diameter": 0.0}, ValueError, "domain_diameter > 0"),
-        ({"domain_diameter": math.nan}, ValueError, "domain_diameter"),
-        ({"release_steps": (0,)}, ValueError, "release_steps >= 1"),
         ({"release_steps": (25,)}, ValueError, "release_steps <= 24"),
         ({"release_steps": 5}, TypeError, "sequence of steps"),
-        ({"release_steps": (1.5,)}, TypeError, "release_steps"),
         ({"max_batch_size": 9}, ValueError, "Only POISSON batches and balls in bins vary"),
         ({"sampling_rate": 0.25}, ValueError, "sampling_rate = None for CYCLIC batches, got 0.25"),
         ({"batch_order": "poisson", "sampling_rate": 0}, ValueError, "sampling_rate > 0"),
         ({"batch_order": "poisson", "sampling_rate": 1.1}, ValueError, "sampling_rate <= 1, got 1"),
-        ({"batch_order": "poisson", "sampling_rate": math.nan}, ValueError, "sampling_rate"),
-        ({"batch_order": "poisson", "sampling_rate": "1/4"}, TypeError, "sampling_rate to be a"),
         ({"is_microbatched": 2}, TypeError, "is_microbatched to be True or False, got 2"),
     ],
 )
@@ -147,33 +123,17 @@ def test_bad_values(changes, error, text):
     ("changes", "error", "text"),
     [
         ({"step_size": -0.1}, ValueError, "step_size >= 0"),
-        ({"step_size": math.nan}, ValueError, "step_size"),
         ({"step_size": [0.1] * 30}, TypeError, "step_size to be a real number"),
         ({"noise_variance": -1.0}, ValueError, "noise_variance >= 0"),
-        ({"noise_variance": math.inf}, ValueError, "noise_variance"),
-        ({"noise_variance": "1"}, TypeError, "noise_variance"),
         ({"noise_variance": [1.0] * 30}, TypeError, r"shape \(6, 5\)"),
-        ({"noise_variance": np.ones((5, 6))}, TypeError, r"got shape \(5, 6\)"),
-        ({"noise_variance": [[1.0] * 5] * 5 + [[1.0] * 4]}, TypeError, r"shape \(6, 5\)"),
         ({"noise_variance": -np.ones((6, 5))}, ValueError, "noise_variance >= 0"),
-        ({"noise_variance": np.full((6, 5), np.nan)}, ValueError, "noise_variance"),
         ({"noise_variance": hsa.Schedule([1.0], [29])}, ValueError, "30 steps, got 29"),
-        ({"gradient_sensitivity": -1.0}, ValueError, "gradient_sensitivity >= 0"),
         ({"clip_norm": 1.0}, ValueError, "got both"),
         ({"gradient_sensitivity": None}, ValueError, "got neither"),
-        ({"gradient_sensitivity": None, "clip_norm": 0.0}, ValueError, "clip_norm > 0"),
         ({"gradient_sensitivity": None, "clip_norm": [1.0] * 30}, TypeError, "clip_norm"),
-        ({"batch_size": 0}, ValueError, "batch_size >= 1"),
-        ({"batch_size": 21}, ValueError, "batch_size <= dataset_size = 20"),
-        ({"batch_size": 4.0}, TypeError, "batch_size to be an integer"),
-        ({"num_epochs": 0}, ValueError, "num_epochs >= 1"),
-        ({"num_blocks": 0}, ValueError, "num_blocks >= 1"),
         ({"num_blocks": True}, TypeError, "num_blocks"),
         ({"block_loss": 1.0}, TypeError, "block_loss to be a LossGeometry"),
-        ({"prox_strong_convexity": -1.0}, ValueError, "prox_strong_convexity >= 0"),
         ({"update_lipschitz": -1.0}, ValueError, "update_lipschitz >= 0"),
-        ({"update_lipschitz": math.inf}, ValueError, "update_lipschitz"),
-        ({"prox_lipschitz": -2.0}, ValueError, "prox_lipschitz >= 0"),
     ],
 )
 def test_bad_values_of_blocks(changes, error, text):
@@ -185,18 +145,12 @@ def test_bad_values_of_blocks(changes, error, text):
     ("changes", "error", "text"),
     [
         ({"noise_std": -1.0}, ValueError, "noise_std >= 0"),
-        ({"noise_std": math.nan}, ValueError, "noise_std"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm > 0"),
         ({"error_clip_norm": math.inf}, ValueError, "error_clip_norm"),
         ({"gradient_bound": 0.0}, ValueError, "gradient_bound > 0"),
-        ({"gradient_bound": math.nan}, ValueError, "gradient_bound"),
         ({"batch_size": 9}, ValueError, "batch_size <= dataset_size"),
         ({"batch_order": "full"}, ValueError, "CYCLIC"),
-        ({"batch_order": "sorted"}, ValueError, "batch_order"),
-        ({"num_steps": 0}, ValueError, "num_steps >= 1"),
         ({"automatic": 1}, TypeError, "automatic"),
-        ({"batch_size": 2.0}, TypeError, "batch_size"),
-        ({"clip_norm": "1"}, TypeError, "clip_norm"),
     ],
 )
 def test_bad_values_of_dice(changes, error, text):
@@ -260,18 +214,13 @@ class TestLossGeometry:
         ("make", "text"),
         [
             (lambda: LossGeometry.convex(-1.0), "smoothness >= 0"),
-            (lambda: LossGeometry.convex(math.nan), "smoothness"),
             (lambda: LossGeometry.strongly_convex(1.0, 0.0), "strong_convexity > 0"),
             (lambda: LossGeometry.strongly_convex(1.0, 2.0), "strong_convexity <= smoothness"),
             (lambda: LossGeometry.hoelder(1.0, 1.5), "exponent <= 1"),
-            (lambda: LossGeometry.hoelder(1.0, 0.0), "exponent > 0"),
-            (lambda: LossGeometry.linear(-1.0), "lipschitz >= 0"),
             (lambda: LossGeometry.logistic(0.0), "feature_norm > 0"),
-            (lambda: LossGeometry.huber(1.0, -1.0), "threshold > 0"),
             (lambda: LossGeometry(kind="convex", smoothness=1.0, weak_convexity=1.0), "weak"),
             (lambda: LossGeometry(kind="smooth", smoothness=1.0), "weak_convexity = smoothness"),
             (lambda: LossGeometry(kind="convex", smoothness=1.0, exponent=0.5), "exponent = 1"),
-            (lambda: LossGeometry(kind="linear", smoothness=1.0), "linear loss"),
         ],
     )
     def test_bad_values(self, make, text):

@@ -8,7 +8,7 @@ import dp_accounting
 import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from runs import cyclic_run
 from scipy import stats
@@ -122,7 +122,6 @@ class TestExactLaws:
 
 
 class TestDataSetsBetween:
-    @settings(max_examples=60)
     @given(
         relation=st.sampled_from([SPECIAL, ONE]),
         size=st.integers(1, 6),

@@ -1,7 +1,5 @@
 """The epsilon of the records of each batch of an epoch."""
 
-import json
-
 import dp_accounting
 import numpy as np
 import pytest
@@ -52,22 +50,3 @@ def test_what_has_no_positions():
         hsa.position_profile(dp_accounting.GaussianDpEvent(1.0))
     with pytest.raises(ValueError, match="target_delta"):
         hsa.position_profile(cyclic_run(), 2.0)
-
-
-def test_command_line(tmp_path, capsys):
-    pytest.importorskip("typer")
-    from hidden_state_accountants.cli.app import run
-
-    path = tmp_path / "run.toml"
-    path.write_text(
-        "noise_multiplier = 2.0\nlearning_rate = 0.5\nclip_norm = 1.0\nbatch_size = 5\n"
-        'dataset_size = 20\nnum_steps = 24\nbatch_order = "cyclic"\nweight_decay = 0.2\n'
-        '[loss]\nkind = "convex"\nsmoothness = 1.0\nlipschitz = 1.0\n'
-    )
-    assert run(["profile", str(path)]) == 0
-    printed = capsys.readouterr().out
-    assert printed.splitlines()[0] == "epsilon = 2.6567, delta = 1e-05 (REPLACE_SPECIAL)"
-    assert "records of batch 0 of every epoch: 1.6698" in printed
-    assert run(["profile", str(path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["epsilon_by_position"] == hsa.position_profile(cyclic_run()).tolist()

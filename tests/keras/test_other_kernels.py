@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("tensorflow")
 from tensorflow.python.util import _pywrap_util_port
 
+pytestmark = pytest.mark.exhaustive
 TESTS = Path(__file__).parents[1]
 ROWS = (
     "test_other_layers_go_row_by_row and (scale or sequence or embedding or convolution) "

@@ -81,6 +81,12 @@ def compositions(order, relation, count):
 
 
 def accountant_of(parts, relation, make=hsa.LastIterateAccountant):
+    return _accountant_of(tuple(parts), relation, make)
+
+
+@functools.cache
+def _accountant_of(parts, relation, make):
+    """The laws ask about the same runs."""
     accountant = make(relation)
     for event, count in parts:
         accountant.compose(event, count)
@@ -91,7 +97,6 @@ def every_iterate(relation):
     return BoundAccountant(relation, Composition())
 
 
-@functools.cache
 def epsilon_alone(event, relation, delta):
     return accountant_of([(event, 1)], relation).get_epsilon(delta)
 
@@ -99,7 +104,7 @@ def epsilon_alone(event, relation, delta):
 @pytest.mark.parametrize(("order", "relation"), PAIRS)
 def test_no_more_than_its_parts_and_no_more_than_every_iterate(order, relation, usual):
     """Finite where every part is; at most the sum; at most what it is if all is released."""
-    for number, parts in enumerate(compositions(order, relation, usual(3, 20))):
+    for number, parts in enumerate(compositions(order, relation, usual(2, 20))):
         composed = accountant_of(parts, relation)
         released = accountant_of(parts, relation, every_iterate)
         runs = sum(count for _, count in parts)
@@ -176,7 +181,7 @@ TABLE = [
 """Order, relation; epsilon at 1e-5 once, twice, and once beside Gaussian noise of 100."""
 
 
-@pytest.mark.parametrize(("order", "relation", "once", "twice", "beside"), first(2, TABLE))
+@pytest.mark.parametrize(("order", "relation", "once", "twice", "beside"), first(1, TABLE))
 def test_a_long_run_of_random_batches_composes(order, relation, once, twice, beside):
     event = hsa.LastIterateDpEvent(
         noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.4143, batch_size=250,

@@ -23,12 +23,8 @@ from dp_accounting import NeighboringRelation
 from renyi_evidence import RenyiEvidence
 from scipy import special
 
-from hidden_state_accountants import validate
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
-from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossKind
-from hidden_state_accountants.process.conditions import UnmetCondition
 
 _PER_STD = 16  # grid points per smallest standard deviation: trapezoids are then exact
 _MOST_TERMS = 4_000_000  # grid points times components
@@ -59,68 +55,6 @@ class BlockZeroCurvature:
     record_curvature: float = 0.0
     name: str = "block_zero_curvature"
     event_type: type[dp_accounting.DpEvent] = BlockCoordinateDpEvent
-
-    def __attrs_post_init__(self) -> None:
-        validate.magnitude("record_curvature", self.record_curvature)
-
-    def check(
-        self, event: BlockCoordinateDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """Why the attack does not apply; empty if it does."""
-        unmet = []
-        order = BatchOrder.FULL if event.batches_per_epoch == 1 else BatchOrder.CYCLIC
-        reason = unmet_relation(order, relation)
-        if reason:
-            unmet.append(UnmetCondition("neighboring relation", reason, relation.name))
-        loss = event.block_loss
-        if loss is not None and loss.kind is LossKind.STRONGLY_CONVEX:
-            unmet.append(UnmetCondition("no curvature", "losses that may be linear", repr(loss)))
-        if event.update_lipschitz is not None and event.update_lipschitz < 1:
-            unmet.append(
-                UnmetCondition(
-                    "no curvature", "update_lipschitz >= 1 or None", f"{event.update_lipschitz:g}"
-                )
-            )
-        if not event.noise_variances().all() or event.step_size == 0:
-            unmet.append(UnmetCondition("noise", "step_size and noise_variance > 0", "0"))
-        unmet += self._unmet_curvature(event, relation)
-        return tuple(unmet)
-
-    def _unmet_curvature(
-        self, event: BlockCoordinateDpEvent, relation: NeighboringRelation
-    ) -> list[UnmetCondition]:
-        h, loss = self.record_curvature, event.block_loss
-        if h == 0:
-            if loss is not None and loss.lipschitz is not None:
-                needed = _gradient(event, relation)
-                if needed > loss.lipschitz:
-                    return [
-                        UnmetCondition(
-                            "gradients", f"lipschitz >= {needed:g}", f"{loss.lipschitz:g}"
-                        )
-                    ]
-            return []
-        unmet = []
-        if relation is not NeighboringRelation.REPLACE_ONE:
-            unmet.append(UnmetCondition("record_curvature", "0 unless REPLACE_ONE", f"{h:g}"))
-        if loss is not None and (loss.lipschitz is not None or h > loss.smoothness):
-            unmet.append(
-                UnmetCondition(
-                    "record_curvature", "at most the smoothness of a loss that is not Lipschitz",
-                    f"{h:g} and {loss!r}",
-                )
-            )  # fmt: skip
-        if event.clip_norm is not None:  # the clip would bend the gradients that the attack needs
-            unmet.append(
-                UnmetCondition(
-                    "record_curvature", "0 where gradients are clipped (clip_norm)", f"{h:g}"
-                )
-            )
-        if h * event.step_size > 2 * event.batch_size:
-            unmet.append(
-                UnmetCondition("record_curvature", "h * step_size <= 2 * batch_size", f"{h:g}")
-            )
-        return unmet
 
     def evidence(
         self, event: BlockCoordinateDpEvent, relation: NeighboringRelation, progress: Progress
@@ -165,13 +99,6 @@ class BlockZeroCurvature:
         sizes = np.full(length, float(b))
         sizes[-1] = event.dataset_size - b * (length - 1)
         return sizes / event.dataset_size, mean, variance
-
-
-def _gradient(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> float:
-    """The norm of the gradients of the linear losses that differ by S_g."""
-    if relation is NeighboringRelation.REPLACE_ONE:
-        return event.sensitivity(relation) / 2
-    return event.sensitivity(relation)
 
 
 class _Mixtures:

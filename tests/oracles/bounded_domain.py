@@ -10,19 +10,16 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 from interval_chain import IntervalChain, ThresholdTests
-from linear_runs import constant_linear_conditions
 from renyi_evidence import RenyiEvidence
 
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
 from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
-from hidden_state_accountants.process.conditions import UnmetCondition
 
 Gradient = Callable[[np.ndarray], np.ndarray]
 """From points of shape (..., 2) to gradients at them."""
 
-_MOST_STEPS = 1000
 _OVERSHOOTS = (0.0, 0.5, 1.0, 2.0, 3.0)
 """How far beyond its end, in standard deviations of the noise, the first run is pushed."""
 
@@ -70,32 +67,6 @@ class BoundedDomain:
 
     name = "bounded_domain"
     event_type = LastIterateDpEvent
-
-    def check(
-        self, event: dp_accounting.DpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """Why the attack does not apply to a `LastIterateDpEvent`; empty if it does."""
-        assert isinstance(event, LastIterateDpEvent)
-        one_batch = event.batch_order in (BatchOrder.FULL, BatchOrder.CYCLIC)
-        cyclic_add = (
-            event.batch_order is BatchOrder.CYCLIC
-            and relation is NeighboringRelation.ADD_OR_REMOVE_ONE
-        )
-        own = tuple(
-            UnmetCondition(condition, required, actual)
-            for holds, condition, required, actual in (
-                (
-                    one_batch and event.batch_size == event.dataset_size,
-                    "batches",
-                    "all records in every batch",
-                    f"{event.batch_order.name}, {event.batch_size} of {event.dataset_size}",
-                ),
-                (not cyclic_add, "neighboring relation", "a replace relation", relation.name),
-                (event.domain_diameter < math.inf, "domain_diameter", "a bounded domain", "inf"),
-            )
-            if not holds
-        )
-        return own + constant_linear_conditions(event, _MOST_STEPS)
 
     def evidence(
         self, event: dp_accounting.DpEvent, relation: NeighboringRelation, progress: Progress

@@ -7,7 +7,7 @@ import pytest
 from block_zero_curvature import BlockZeroCurvature
 from cases import seeds
 from dp_accounting import NeighboringRelation
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from quadratics import random_hessian
 from scipy import special
@@ -117,7 +117,6 @@ class TestAttack:
             prox_strong_convexity=prox, step_size=0.5, gradient_sensitivity=3.0,
         )  # fmt: skip
         attack = BlockZeroCurvature(record_curvature=curvature)
-        assert attack.check(event, REPLACE_ONE) == ()
         evidence = attack.evidence(event, REPLACE_ONE, silent)
         means, variances = brute_force_mixture(event, curvature)
         for order in (1.5, 2.0, 8.0):
@@ -154,42 +153,8 @@ class TestAttack:
         for order in (50.0, 1e3, 1e4, 1e5):
             assert 0 < evidence.renyi(order) <= claims(event)["sound"].rdp([order])[0]
 
-    @pytest.mark.parametrize(
-        ("attack", "changes", "relation", "text"),
-        [
-            ({}, {}, NeighboringRelation.ADD_OR_REMOVE_ONE, "neighboring relation"),
-            ({}, {"block_loss": hsa.LossGeometry.strongly_convex(1.0, 0.1)}, REPLACE_ONE, "linear"),
-            ({}, {"update_lipschitz": 0.9}, REPLACE_ONE, "update_lipschitz >= 1"),
-            ({}, {"noise_variance": 0.0}, REPLACE_ONE, "noise"),
-            (
-                {},
-                {"block_loss": hsa.LossGeometry.convex(1.0, 0.4)},
-                REPLACE_ONE,
-                "lipschitz >= 0.5",
-            ),
-            ({}, {"block_loss": hsa.LossGeometry.convex(1.0, 0.9)}, REPLACE_SPECIAL, ">= 1"),
-            ({"record_curvature": 1.0}, {}, REPLACE_SPECIAL, "0 unless REPLACE_ONE"),
-            ({"record_curvature": 1.5}, {}, REPLACE_ONE, "smoothness"),
-            (
-                {"record_curvature": 1.0},
-                {"gradient_sensitivity": None, "clip_norm": 0.5},
-                REPLACE_ONE,
-                "0 where gradients are clipped",
-            ),
-            ({"record_curvature": 1.0}, {"step_size": 3.0}, REPLACE_ONE, "2 \\* batch_size"),
-        ],
-    )
-    def test_where_it_does_not_apply(self, attack, changes, relation, text):
-        unmet = BlockZeroCurvature(**attack).check(counterexample(**changes), relation)
-        assert len(unmet) == 1
-        with pytest.raises(AssertionError, match=text):
-            raise AssertionError(str(unmet[0]))
-        with pytest.raises(ValueError, match="record_curvature"):
-            BlockZeroCurvature(record_curvature=-1.0)
-
 
 class TestSoundAccount:
-    @settings(max_examples=60, deadline=None)
     @given(st.data())
     def test_no_attack_beats_it(self, data):
         epochs, batches = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 6))

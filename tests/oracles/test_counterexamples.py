@@ -29,7 +29,6 @@ def quiet(line):
 
 
 def evidence(attack, event, relation=REPLACE_ONE):
-    assert attack.check(event, relation) == ()
     return attack.evidence(event, relation, quiet)
 
 
@@ -118,24 +117,6 @@ def test_every_batch_holds_the_record():
     shown = evidence(WithoutReplacementDirection(), sampled(1.5, steps=9, batch_size=100))
     assert shown.delta(1.0) == pytest.approx(delta_from_mu(3 / 1.5, 1.0), rel=1e-9)
     assert shown.renyi(3.0) == pytest.approx(3 * 4 / 2, rel=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("changes", "relation", "condition"),
-    [
-        ({"batch_order": "cyclic"}, REPLACE_ONE, "batch order"),
-        ({}, ADD_OR_REMOVE_ONE, "neighboring relation"),
-        ({"learning_rate": [0.1, 0.2], "num_steps": 2}, REPLACE_ONE, "constant parameters"),
-        ({"weight_decay": 0.1}, REPLACE_ONE, "weight decay"),
-        ({"domain_diameter": 1.0}, REPLACE_ONE, "domain_diameter"),
-        ({"loss": hsa.LossGeometry.strongly_convex(1.0, 0.1)}, REPLACE_ONE, "losses"),
-        ({"noise_multiplier": 0.0}, REPLACE_ONE, "noise"),
-        ({"num_steps": 10**6}, REPLACE_ONE, "num_steps"),
-    ],
-)
-def test_where_sampled_batches_are_not_attacked(changes, relation, condition):
-    unmet = WithoutReplacementDirection().check(sampled(**changes), relation)
-    assert [u.condition for u in unmet] == [condition]
 
 
 # --- Kong & Ribero 2025, Theorem 2.2 --------------------------------------------------------------
@@ -293,25 +274,6 @@ def test_probabilities_of_a_single_step_are_exact_at_the_nodes():
     np.testing.assert_allclose(
         tests.log_q[:-1], special.log_ndtr(chain.nodes[1:] - (start + 30)), rtol=1e-9, atol=1e-12
     )
-
-
-@pytest.mark.parametrize(
-    ("changes", "relation", "condition"),
-    [
-        ({"batch_order": "cyclic", "dataset_size": 8002}, REPLACE_ONE, "batches"),
-        ({"batch_order": "poisson"}, REPLACE_ONE, "batches"),
-        ({"batch_order": "cyclic"}, ADD_OR_REMOVE_ONE, "neighboring relation"),
-        ({"domain_diameter": math.inf}, REPLACE_ONE, "domain_diameter"),
-        ({"noise_multiplier": [1.0] * 7 + [2.0]}, REPLACE_ONE, "constant parameters"),
-        ({"weight_decay": 0.1}, REPLACE_ONE, "weight decay"),
-        ({"loss": hsa.LossGeometry.strongly_convex(1.0, 0.1)}, REPLACE_ONE, "losses"),
-        ({"noise_multiplier": 0.0}, REPLACE_ONE, "noise"),
-        ({"steps": 1001}, REPLACE_ONE, "num_steps"),
-    ],
-)
-def test_where_bounded_domains_are_not_attacked(changes, relation, condition):
-    unmet = BoundedDomain().check(bounded(4, 1.0, **changes), relation)
-    assert [u.condition for u in unmet] == [condition]
 
 
 @pytest.mark.parametrize(

@@ -377,26 +377,3 @@ def test_a_mixture_against_its_series(order):
     ratio = 1 - q + q * np.exp(mu * x - mu**2 / 2)
     integral = np.sum(ratio**order * np.exp(-(x**2) / 2)) * step / math.sqrt(2 * math.pi)
     assert backward == pytest.approx(math.log(integral) / (order - 1), rel=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hessians": np.zeros((3, 2))}, "hessians of shape"),
-        ({"orders": [(0.5, [[0]])]}, "sum to 1"),
-        ({"orders": [(0.5, [[0]]), (0.5, [[0], [1]])]}, "one length"),
-        ({"noise_std": 0.0}, "full rank"),
-        ({"slope_difference": [1.0]}, "slope_difference of shape"),
-        ({"slope_difference": [0.0, 1.0]}, "on a line"),
-        ({"hessians": np.eye(2) * np.ones((3, 1, 1)) * [[[1]], [[2]], [[3]]]}, "same covariance"),
-        ({"release_steps": (4,)}, "release_steps"),
-    ],
-)
-def test_what_the_oracle_refuses(change, message):
-    with pytest.raises(ValueError, match=message):
-        GaussianOracle(**mixture_run() | change)
-
-
-def test_a_mixture_has_no_mu():
-    with pytest.raises(ValueError, match="one order"):
-        _ = GaussianOracle(**mixture_run()).mu

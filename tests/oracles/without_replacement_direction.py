@@ -9,16 +9,12 @@ import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 from gaussian_oracle import GaussianOracle
-from linear_runs import constant_linear_conditions
 from renyi_evidence import RenyiEvidence
 from scipy import stats
 
 from hidden_state_accountants.auditing.evidence import Evidence, Progress
-from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.process.conditions import UnmetCondition
 
-_MOST_STEPS = 1000
 _NEGLIGIBLE = 1e-290  # probability of a number of participations; smaller ones lose digits
 
 
@@ -50,33 +46,6 @@ class WithoutReplacementDirection:
 
     name = "without_replacement_direction"
     event_type = LastIterateDpEvent
-
-    def check(
-        self, event: dp_accounting.DpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
-        """Why the attack does not apply to a `LastIterateDpEvent`; empty if it does."""
-        assert isinstance(event, LastIterateDpEvent)
-        reason = unmet_relation(event.batch_order, relation)
-        own = tuple(
-            UnmetCondition(condition, required, actual)
-            for holds, condition, required, actual in (
-                (
-                    event.batch_order is BatchOrder.WITHOUT_REPLACEMENT,
-                    "batch order",
-                    "WITHOUT_REPLACEMENT",
-                    event.batch_order.name,
-                ),
-                (reason is None, "neighboring relation", reason or "", relation.name),
-                (
-                    event.domain_diameter == math.inf,
-                    "domain_diameter",
-                    "inf",
-                    f"{event.domain_diameter:g}",
-                ),
-            )
-            if not holds
-        )
-        return own + constant_linear_conditions(event, _MOST_STEPS)
 
     def evidence(
         self, event: dp_accounting.DpEvent, relation: NeighboringRelation, progress: Progress

@@ -53,6 +53,20 @@ def probe_run(**changes):
     return hsa.LastIterateDpEvent(**(arguments | changes))
 
 
+def dice_run(**changes):
+    """Two epochs of four batches."""
+    arguments = {
+        "noise_std": 0.5,
+        "clip_norm": 1.0,
+        "error_clip_norm": 0.01,
+        "batch_size": 5,
+        "dataset_size": 20,
+        "num_steps": 8,
+        "batch_order": "cyclic",
+    }
+    return hsa.DiceSgdDpEvent(**(arguments | changes))
+
+
 def block_run(**changes):
     """Five batches of four records, six epochs."""
     arguments = {

@@ -7,7 +7,7 @@ import attrs
 import numpy as np
 import pytest
 from dice_events import ADD, ONE, SPECIAL, bounds_of, run, simulate
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -155,7 +155,6 @@ def declared(small):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
 @given(small_runs(), st.integers(0, 1000))
 def test_revealed_participations_dominate_small_runs_enumerated(small, seed):
     curve = sound_curve(declared(small), ONE)  # no split there; a record that counts twice

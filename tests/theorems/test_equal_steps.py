@@ -1,5 +1,7 @@
 """Runs of equal steps: every short cut against the scan of all steps."""
 
+import itertools
+
 import attrs
 import numpy as np
 import pytest
@@ -157,11 +159,11 @@ def test_distances_before_a_tail_are_never_below_the_tracked_ones(c, kappa):
 @pytest.mark.parametrize(
     ("order", "diameter"),
     [
-        *((order, np.inf) for order in (*EQUAL_STEPS, "shuffled_once", "reshuffled")),
-        *((order, 0.7) for order in EQUAL_STEPS),
-        # A domain changes nothing of where these are slow.
-        pytest.param("shuffled_once", 0.7, marks=pytest.mark.exhaustive),
-        pytest.param("reshuffled", 0.7, marks=pytest.mark.exhaustive),
+        *itertools.product(EQUAL_STEPS, (np.inf, 0.7)),
+        *(
+            pytest.param(*slow, marks=pytest.mark.exhaustive)
+            for slow in itertools.product(("shuffled_once", "reshuffled"), (np.inf, 0.7))
+        ),
     ],
 )
 def test_a_run_of_a_hundred_million_steps(order, diameter):

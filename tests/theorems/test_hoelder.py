@@ -10,7 +10,7 @@ import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation
 from grid_oracle import GridOracle
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from runs import cyclic_run, full_run
 from scipy import optimize
@@ -207,7 +207,6 @@ def test_linear_moduli_against_the_taut_string(seed):
     assert 1 <= least_mu(problem) / math.sqrt(exact) < 1 + 1e-4
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 10**6), st.lists(st.floats(allow_subnormal=False), min_size=6, max_size=6))
 def test_any_plan_is_made_feasible_and_its_cost_is_rounded_up(seed, plan):
     problem = random_problem(np.random.default_rng(seed), 6)
