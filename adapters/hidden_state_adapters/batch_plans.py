@@ -52,11 +52,13 @@ class RandomKeys:
     secret: bytes | None = attrs.field(default=None, repr=False)
 
     def draw(self, number: int, count: int) -> np.ndarray:
-        """Draw number `number`, shape (count,), dtype uint64."""
+        """Returns draw number `number`, shape (count,), dtype uint64."""
         return self._words(number, count, _KEYS)
 
     def _words(self, number: int, count: int, use: int) -> np.ndarray:
-        """Uniform 64-bit integers; with a seed or a secret, others for every number and use."""
+        """Returns uniform 64-bit integers; with a seed or a secret, others for every number and
+        use.
+        """
         if self.seed is not None:
             spawn_key = (number, use) if use else (number,)
             sequence = np.random.SeedSequence(self.seed, spawn_key=spawn_key)
@@ -69,24 +71,16 @@ class RandomKeys:
         return np.frombuffer(found, dtype=np.uint64)
 
     def size(self, number: int, law: Binomial) -> int:
-        """The number of records that join the batch of draw `number`."""
+        """Returns the number of records that join the batch of draw `number`."""
         words = self._words(number, DRAWN_BITS // 64, _SIZE)
         return law.at(int.from_bytes(words.tobytes(), "little"))
 
     def subset(self, number: int, count: int, size: int) -> np.ndarray:
-        """A uniform subset of range(count), in its order: draw `number`.
+        """Returns a uniform subset of `size` of range(count), in its order, int64: draw `number`.
 
         Places are drawn until there are `size` different ones, so that no record is asked that is
         not drawn. What is found has exactly the law of a uniform subset: to exchange two records
         exchanges draws that are equally likely, and when to stop depends on numbers only.
-
-        Args:
-            number: Number of the draw.
-            count: Records, >= 1.
-            size: 0 to `count`.
-
-        Returns:
-            Shape (size,), dtype int64.
         """
         if 2 * size > count:
             left_out = self.subset(number, count, count - size)
@@ -100,7 +94,7 @@ class RandomKeys:
         return found.astype(np.int64)
 
     def bins(self, number: int, count: int, bins: int) -> np.ndarray:
-        """Independent uniform integers below `bins`, shape (count,): draw `number`."""
+        """Returns independent uniform integers below `bins`, shape (count,): draw `number`."""
         last = np.uint64(_KEY_RANGE - _KEY_RANGE % bins - 1)  # above it some bins were likelier
         words, use = self._words(number, count, _PLACES).copy(), _PLACES
         while len(again := np.flatnonzero(words > last)):
@@ -109,7 +103,7 @@ class RandomKeys:
         return (words % np.uint64(bins)).astype(np.uint16 if bins <= 2**16 else np.int64)
 
     def permutation(self, number: int, count: int) -> np.ndarray:
-        """A uniform permutation of range(count), up to the 2**-64 chance of equal keys."""
+        """Returns a uniform permutation of range(count), up to the 2**-64 chance of equal keys."""
         return np.argsort(self.draw(number, count), kind="stable")
 
 
@@ -119,10 +113,6 @@ class Share:
 
     The shares of all processes are disjoint, and together they are the batch. Their sizes differ by
     one at most.
-
-    Attributes:
-        rank: Number of the process, from 0 on.
-        count: Processes.
     """
 
     rank: int = 0
@@ -150,9 +140,6 @@ class BatchPlan:
 
     Attributes:
         share: Part of every batch that this process uses; all of it, unless another is assigned.
-        max_batch_size: Cap of batches of random sizes, or None.
-        sampling_rate: Probability with which a record joins a batch of random size, if it is not
-            b/n; or None.
         dataset_size: Number of records as the event has it (see `hide_size`).
         repeats: True if one draw holds for all epochs.
 
@@ -161,8 +148,9 @@ class BatchPlan:
         batch_size: b, what a step divides by; the expected size of batches of random sizes.
         order: Batch order that is accounted.
         keys: Source of the randomness, or None.
-        max_batch_size: The attribute.
-        sampling_rate: The attribute.
+        max_batch_size: Cap of batches of random sizes, or None.
+        sampling_rate: Probability with which a record joins a batch of random size, if it is not
+            b/n; or None.
     """
 
     share = Share()
@@ -225,7 +213,7 @@ class BatchPlan:
         self.dataset_size = max(self.batch_size, round(self.batch_size / self.sampling_rate))
 
     def batch(self, step: int) -> list[int]:
-        """The indices of the records of step `step` >= 0."""
+        """Returns the indices of the records of step `step` >= 0."""
         number, index = self._place(step)
         if number not in self._draws:
             assert number > max(self._draws, default=-1), "an earlier draw is gone"
@@ -233,12 +221,12 @@ class BatchPlan:
         return self._draws[number].batch(index)
 
     def num_rows(self, step: int) -> int:
-        """The number of records of a step whose batch was drawn."""
+        """Returns the number of records of a step whose batch was drawn."""
         number, index = self._place(step)
         return self._draws[number].rows(index)
 
     def _place(self, step: int) -> tuple[int, int]:
-        """The draw that a step is of, and its batch."""
+        """Returns the draw that a step is of, and its batch."""
         epoch, index = divmod(step, self.num_batches)
         return (0 if self.repeats else epoch), index
 
@@ -246,11 +234,11 @@ class BatchPlan:
         raise NotImplementedError
 
     def own_batch(self, step: int) -> list[int]:
-        """The part of the batch of step `step` >= 0 that this process uses."""
+        """Returns the part of the batch of step `step` >= 0 that this process uses."""
         return self.share.of(self.batch(step))
 
     def own_rows(self, step: int) -> int:
-        """The number of records of `own_batch`, of a step whose batch was drawn."""
+        """Returns the number of records of `own_batch`, of a step whose batch was drawn."""
         return self.share.rows(self.num_rows(step))
 
     def start_pass(self, step: int) -> None:
@@ -259,11 +247,13 @@ class BatchPlan:
         self._draws = {number: own for number, own in self._draws.items() if number >= earliest}
 
     def fingerprint(self) -> str:
-        """A hash of a public order of the records; empty for a secret one."""
+        """Returns a hash of a public order of the records; empty for a secret one."""
         return "" if self.is_secret else hash_of(self._drawn(0).order)
 
     def why_not_resumable(self, step: int) -> str:
-        """The reason why a run after `step` steps needs the private state to go on, or ""."""
+        """Returns the reason why a run after `step` steps needs the private state to go on,
+        or "".
+        """
         if not self.is_secret or self.is_seeded or self.draws_every_step or not step:
             return ""
         if self.repeats:
@@ -273,17 +263,13 @@ class BatchPlan:
         )
 
     def private_state(self, step: int) -> dict[str, Any]:
-        """Plain types that restore what was drawn for step `step` and later. Secret."""
+        """Returns plain types that restore what was drawn for step `step` and later. Secret."""
         first = self._place(step)[0] if self.is_secret else math.inf
         kept = {number: own for number, own in self._draws.items() if number >= first}
         return {"draws": {k: [own.order.tolist(), list(own.ends)] for k, own in kept.items()}}
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
-        """Restores what `private_state` returned.
-
-        Raises:
-            ValueError: The state is of other records, or damaged; nothing is changed.
-        """
+        """Restores a `private_state`; raises ValueError, and changes nothing, for other records."""
         known = np.asarray(self.records)
         draws = {
             int(number): _Draw(np.asarray(order, dtype=np.int64), list(ends))
@@ -320,11 +306,8 @@ class BatchPlan:
 
 @attrs.frozen(eq=False)
 class _Draw:
-    """The batches of an epoch, or of a step.
-
-    Attributes:
-        order: Records in the order in which the batches use them.
-        ends: Place in `order` where each batch ends.
+    """The batches of an epoch, or of a step: records in the order of use, and where each batch
+    ends.
     """
 
     order: Any
@@ -399,17 +382,14 @@ class BinsPlan(BatchPlan):
 
 
 class SampledPlan(BatchPlan):
-    """A fresh random batch in every step: POISSON and WITHOUT_REPLACEMENT.
+    """A fresh random batch in every step: POISSON and WITHOUT_REPLACEMENT (a uniform subset).
 
     POISSON: every record joins by itself at the sampling rate, rounded down to a multiple of
-    2**-64. So the size of a batch is binomial, and all batches of one size are equally likely:
-    the size is drawn first, and then a uniform subset, which takes as long as the batch is large,
-    however many records there are. The distance in total variation is that of `Binomial`, below
-    2**-200 for a step. If more than `max_batch_size` join, a uniform subset of that many stays and
-    the others are DROPPED; nothing is drawn again, which would change the law of the batch with the
-    data.
-
-    WITHOUT_REPLACEMENT: a uniform subset of b records.
+    2**-64. So the size of a batch is binomial, and all batches of one size are equally likely: the
+    size is drawn first, then a uniform subset, in the time of the batch. The distance in total
+    variation is that of `Binomial`, below 2**-200 for a step. If more than `max_batch_size` join, a
+    uniform subset of that many stays and the others are DROPPED; nothing is drawn again, which
+    would change the law of the batch with the data.
     """
 
     draws_every_step = True
@@ -464,7 +444,7 @@ def plan_of(
     drops: bool = False,
     how: str,
 ) -> BatchPlan:
-    """The batches of a run over `records`.
+    """Returns the batches of a run over `records`.
 
     Opacus samples Poisson batches at a rate of 1/num_batches and divides by n/num_batches, rounded
     down. Where b does not divide n, that is a little less than b/n.
@@ -478,8 +458,7 @@ def plan_of(
         sampling_rate: Constant rate of those batches, whose divisor b is then constant; or None.
         num_batches: Poisson batches of one pass, as the user's loader counts them; None for n/b,
             rounded up.
-        drops: True to leave out the last records that fill no batch of an order with equal
-            batches.
+        drops: True to leave out the last records that fill no equal batch.
         how: Words with which the user says so, for an error.
 
     Raises:
@@ -522,7 +501,7 @@ def plan_of(
 
 
 def _taken(records: Sequence[int], places: np.ndarray) -> np.ndarray:
-    """The records at these places; of a range no array of all is made."""
+    """Returns the records at these places; of a range no array of all is made."""
     if isinstance(records, range):
         return records.start + records.step * places
     taken: np.ndarray = np.asarray(records)[places]
@@ -530,7 +509,7 @@ def _taken(records: Sequence[int], places: np.ndarray) -> np.ndarray:
 
 
 def hash_of(records: Sequence[int] | np.ndarray) -> str:
-    """A hash of indices in their order, some at a time."""
+    """Returns a hash of indices in their order, some at a time."""
     found = hashlib.sha256()
     for start in range(0, len(records), _AT_ONCE):
         part = records[start : start + _AT_ONCE]

@@ -1,4 +1,4 @@
-"""How many of n records join a batch, drawn from uniform bits."""
+"""The number of n records that join a batch, drawn from uniform bits."""
 
 from __future__ import annotations
 

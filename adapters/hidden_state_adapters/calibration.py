@@ -21,15 +21,15 @@ def calibrate_noise_after(
     relation: NeighboringRelation,
     remedy: str,
 ) -> float:
-    """The smallest noise multiplier of a run that meets a target together with runs before it.
+    """Returns the smallest noise of a run that meets a target together with runs before it.
 
     Args:
-        before: What was spent.
+        before: Events that were spent.
         target_epsilon: Met from below.
         target_delta: In (0, 1).
         make_event: See `hidden_state_accountants.calibrate_noise`.
-        relation: Of the guarantee.
-        remedy: How to start anew, where the runs before spent more than the target.
+        relation: Relation of the guarantee.
+        remedy: Words for a new start, where the runs before spent more than the target.
 
     Raises:
         ValueError: No noise meets it.

@@ -19,12 +19,12 @@ _SCHEDULED = {  # fields of the events of all kinds
 
 
 def fixed_in_advance(run: Run, steps: Assumption, rates: str) -> Iterator[Assumption]:
-    """The assumptions about the number of steps and the hyper-parameters of a run.
+    """Yields the assumptions about the number of steps and the hyper-parameters of a run.
 
     Args:
         run: Steps so far.
-        steps: What is said of their number.
-        rates: What is known of the learning rates, which was compared; "" if nothing is.
+        steps: Assumption about their number.
+        rates: Words about the learning rates, which were compared; "" if nothing is known.
     """
     event = run.event()
     yield Assumption(steps.text, steps.status, Topic.FIXED_IN_ADVANCE)
@@ -44,12 +44,7 @@ def fixed_in_advance(run: Run, steps: Assumption, rates: str) -> Iterator[Assump
 
 
 def steps_in_advance(taken: int, total: int | None) -> Assumption:
-    """The assumption about the number of steps of a run.
-
-    Args:
-        taken: So far.
-        total: What was declared before the first step; None if nothing was.
-    """
+    """Returns the assumption about the steps taken, of the total declared before them, or None."""
     if total is None:
         return _declared("number of steps fixed in advance")
     if taken == total:

@@ -15,12 +15,7 @@ _ROUNDING = 1e-6
 
 
 def warn_of_delta(delta: float, records: int) -> None:
-    """Warns of a delta of 1/n and more.
-
-    Args:
-        delta: Delta of the guarantee.
-        records: Number n of records.
-    """
+    """Warns of a delta of 1/n and more, n being the number of records."""
     if text := large_delta(delta, records):
         warnings.warn(text, UserWarning, stacklevel=2)
 
@@ -29,10 +24,6 @@ def warn_of_longest(norms: np.ndarray, feature_norm: float) -> None:
     """Warns of a bound that one record alone reaches: the largest norm of the data does.
 
     Of records that were normalised all reach it, of records that were clipped several.
-
-    Args:
-        norms: Norm of every record, shape (records,).
-        feature_norm: Declared bound.
     """
     at_bound = np.abs(norms - feature_norm) <= _ROUNDING * feature_norm
     if len(norms) > 1 and np.count_nonzero(at_bound) == 1:

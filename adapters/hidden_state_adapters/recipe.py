@@ -63,11 +63,7 @@ class Target:
 
     @classmethod
     def of(cls, epsilon: float, delta: float, relation: NeighboringRelation | str) -> Target:
-        """Checks the arguments of a fit.
-
-        Raises:
-            TypeError, ValueError: One has an impossible value.
-        """
+        """Checks the arguments of a fit; raises TypeError or ValueError for impossible values."""
         validate.target_pair(epsilon, delta, ("epsilon", "delta"))
         validate.real("epsilon", epsilon, above=0)
         validate.real("delta", delta, above=0)
@@ -81,7 +77,7 @@ class Target:
         return cls(epsilon, delta, relation)
 
     def share(self, of_squared_mu: float) -> GaussianDpEvent:
-        """The release of a sum that has this share of the target.
+        """Returns the release of a sum that has this share of the target.
 
         The multiplier is for the norm bound of one record, which counts twice under REPLACE_ONE.
         """
@@ -90,16 +86,20 @@ class Target:
         return GaussianDpEvent(norms / mu)
 
     def centring_pays(self, records: int, columns: int) -> bool:
-        """Whether the noise in the means is no longer than a record: by public numbers alone."""
+        """Tells, by public numbers alone, whether the noise in the means is no longer than a
+        record.
+        """
         return self.share(_STATISTICS).noise_multiplier * math.sqrt(columns) / records <= 1
 
     def whitening_pays(self, records: int, columns: int) -> bool:
-        """Whether the noise leaves much of means and covariance: by public numbers alone."""
+        """Tells, by public numbers alone, whether noise leaves much of means and covariance."""
         std = self.share(_COVARIANCE).noise_multiplier * moment_bound(self.relation)
         return self.centring_pays(records, columns) and noise_is_short(std, records, columns)
 
     def correction_pays(self, records: int) -> bool:
-        """Whether the noise in mean losses or residuals is small: by public numbers alone."""
+        """Tells, by public numbers alone, whether the noise in mean losses or residuals is
+        small.
+        """
         return self.share(_CORRECTION).noise_multiplier / records <= _MOST_NOISE
 
 
@@ -109,9 +109,9 @@ class Recipe:
 
     Attributes:
         run: The steps.
-        statistics: The release of the statistics of the columns; None for none.
-        covariance: That of their covariance after that; None for none.
-        correction: That of a temperature of probabilities or of a mean residual; None for none.
+        statistics: Release of the statistics of the columns; None for none.
+        covariance: Release of their covariance after that; None for none.
+        correction: Release of a temperature or of a mean residual; None for none.
     """
 
     run: Candidate
@@ -131,16 +131,16 @@ class Recipe:
         has_covariance: bool = False,
         **options: Any,
     ) -> Recipe:
-        """The recommended fit to public numbers.
+        """Returns the recommended fit to public numbers.
 
         Args:
-            target: Of everything.
+            target: Target of everything.
             shape: (records, columns).
-            feature_norm: Of every record.
-            constant: The feature of the intercept; 0 without one.
-            has_statistics: Whether statistics of the columns are released.
-            has_correction: Whether a correction is, where that pays.
-            has_covariance: Whether their covariance is.
+            feature_norm: Norm of every record.
+            constant: Feature of the intercept; 0 without one.
+            has_statistics: True to release statistics of the columns.
+            has_correction: True to release a correction, where that pays.
+            has_covariance: True to release their covariance.
             **options: Loss, classes and clip norm, for `hidden_state_accountants.recommend`.
         """
         warn_of_delta(target.delta, shape[0])
@@ -165,7 +165,7 @@ class Recipe:
 
     @property
     def beside(self) -> DpEvent | None:
-        """What is released beside the steps."""
+        """Everything that is released beside the steps."""
         return _together(self.statistics, self.covariance, self.correction)
 
     @property
@@ -183,11 +183,7 @@ class Recipe:
         return self.covariance.noise_multiplier * moment_bound(self.run.neighboring_relation)
 
     def guarantee(self, *assumptions: Assumption) -> Guarantee:
-        """What is proved of the fit, with what it rests on.
-
-        Args:
-            *assumptions: What an adapter adds.
-        """
+        """Returns the guarantee of the fit, with what it rests on and what an adapter adds."""
         accountant = hsa.LastIterateAccountant(self.run.neighboring_relation).compose(self.event)
         event, found = self.run.event, accountant.guarantee
         texts: tuple[Assumption, ...] = (
@@ -242,9 +238,7 @@ class Recipe:
     def spend(self, sent_from: pathlib.Path | None = None) -> str | None:
         """Counts the fit in a budget, before anything of it happens, and says so; None for none.
 
-        Args:
-            sent_from: The ledger of the budget that another process is in; this process' own one
-                goes before.
+        The ledger of another process (`sent_from`) counts where this one has none.
 
         Raises:
             BudgetExceededError: The fit would go over it.
@@ -267,17 +261,17 @@ class Recipe:
         generator: OwnGenerator,
         progress: Progress,
     ) -> np.ndarray:
-        """The last iterate of the run, from zero.
+        """Returns the last iterate of the run, from zero.
 
         Formal guarantees: that of the event of the run, with the noisy sums of all steps released:
         everything else is computed from them and from public numbers.
 
         Args:
-            gradient_sum: The sum over all records of gradients that are no longer than the clip
-                norm of the event, wherever the weights are; in float64.
-            shape: Of the weights.
-            generator: Of the noise.
-            progress: Called with the number of steps taken and of all steps.
+            gradient_sum: Sum over all records of gradients that are no longer than the clip norm of
+                the event, wherever the weights are; in float64.
+            shape: Shape of the weights.
+            generator: Generator of the noise.
+            progress: Function that is called with the number of steps taken and of all steps.
 
         Raises:
             UnsupportedRunError: A gradient is not finite. No epsilon covers what was trained so
@@ -304,14 +298,10 @@ class Recipe:
     def scale(
         self, losses: Callable[[], np.ndarray], classes: int, generator: OwnGenerator
     ) -> float:
-        """What the logits are multiplied with for probabilities.
+        """Returns the factor of the logits that makes them probabilities of so many classes.
 
-        Formal guarantees: that of the event `correction`, whatever the logits are.
-
-        Args:
-            losses: Returns those of `temperature.clipped_losses`, of all records.
-            classes: Their number.
-            generator: Of the noise.
+        Formal guarantees: that of the event `correction`, whatever the logits are. `losses` returns
+        the sum of `temperature.clipped_losses` over all records.
         """
         if self.correction is None:
             run = self.run
@@ -321,15 +311,12 @@ class Recipe:
         return temperature.best_scale(self._mean(losses(), temperature.RECORD_NORM, generator))
 
     def shift(self, residuals: Callable[[], np.ndarray], generator: OwnGenerator) -> float:
-        """What is added to the predictions of targets in [-1, 1]: their mean error.
+        """Returns the mean error of predictions of targets in [-1, 1], to be added to them.
 
         Huber's loss finds about the median, which is not the mean where targets are skewed.
 
-        Formal guarantees: that of the event `correction`, whatever the residuals are.
-
-        Args:
-            residuals: Returns targets less predictions, of all records.
-            generator: Of the noise.
+        Formal guarantees: that of the event `correction`, whatever the residuals are. `residuals`
+        returns targets less predictions, of all records.
         """
         if self.correction is None:
             return 0.0
@@ -337,7 +324,7 @@ class Recipe:
         return float(self._mean(np.array([cut.sum()]), _LONGEST_RESIDUAL, generator)[0])
 
     def _mean(self, total: np.ndarray, longest: float, generator: OwnGenerator) -> np.ndarray:
-        """The noisy mean, for a sum to which no record adds more than `longest`."""
+        """Returns the noisy mean, for a sum to which no record adds more than `longest`."""
         assert self.correction is not None
         noisy = total + generator.normal(self.correction.noise_multiplier * longest, total.shape)
         return noisy / self.run.event.batch_size
@@ -349,7 +336,9 @@ def _together(*events: GaussianDpEvent | None) -> DpEvent | None:
 
 
 def shrunk(means: np.ndarray, std: float) -> np.ndarray:
-    """Means with noise, moved towards zero where they are mostly noise (James and Stein 1961)."""
+    """Returns noisy means, moved towards zero where they are mostly noise (James and Stein
+    1961).
+    """
     square = float(means @ means)
     noise = max(len(means) - 2, 0) * std**2
     return means * (max(1 - noise / square, 0.0) if square > 0 else 0.0)

@@ -25,12 +25,12 @@ _SCALES = np.array([1 / 8, 1 / 4, 1 / 2, 1])
 def clipped_losses(
     logits: np.ndarray, labels: np.ndarray, weights: np.ndarray | None = None
 ) -> np.ndarray:
-    """The sum of q over records, shape (4,); no record adds more than `RECORD_NORM`.
+    """Returns the sum of q over records, shape (4,); no record adds more than `RECORD_NORM`.
 
     Args:
         logits: Shape (records, classes), or (records, 1) for two classes; finite.
         labels: Positions of the classes, shape (records,).
-        weights: In [0, 1], of the records; None for 1.
+        weights: Weights in [0, 1] of the records; None for 1.
     """
     if logits.shape[1] == 1:
         logits = np.hstack([np.zeros_like(logits), logits])
@@ -43,21 +43,17 @@ def clipped_losses(
 
 
 def public_scale(classes: int, records: float) -> float:
-    """The scale of the logits where nothing is released, from public numbers alone.
+    """Returns the scale of the logits where nothing is released, from public numbers alone.
 
     The noise of a recommended run has a standard deviation of about 1.45 in a logit, so that two
     classes need 1/sqrt(1 + 1.45^2 pi/8); that more classes need less, and weights that are mostly
-    noise more, was found on named data sets.
-
-    Args:
-        classes: Their number.
-        records: Number of records, times the mu of the target (under REPLACE_ONE half of it).
+    noise more, was found on named data sets. `records` counts times the mu of the target.
     """
     return records / (records + 8) / math.sqrt(1 + 1.65 / classes)
 
 
 def best_scale(means: np.ndarray) -> float:
-    """The scale of the logits, in [1/8, 1], from the mean of q with noise."""
+    """Returns the scale of the logits, in [1/8, 1], from the mean of q with noise."""
     exponents = np.log2(_SCALES)
     square, slope, _ = np.polyfit(exponents, means, 2)
     if square <= 0:  # no least point inside

@@ -1,4 +1,4 @@
-"""Which layers a declared loss can be convex in."""
+"""The layers that a declared loss can be convex in."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from hidden_state_accountants import LossGeometry
 
 
 def why_not_convex(loss: LossGeometry | None, blocks: Iterable[Sequence[str]]) -> str:
-    """Why a loss is not as convex as it is declared, or "".
+    """Returns the reason why a loss is not as convex as it is declared, or "".
 
-    Two layers in a row multiply their weights, and a product is convex in one factor alone.
-
-    Args:
-        loss: The declared geometry, or None.
-        blocks: Names of the layers that are trained, of all that is moved together.
+    Two layers in a row multiply their weights, and a product is convex in one factor alone. Each
+    block has the names of the layers that are moved together.
     """
     if loss is None or not loss.is_convex:
         return ""

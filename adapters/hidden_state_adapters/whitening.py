@@ -24,7 +24,7 @@ Normal = Callable[[float, tuple[int, ...]], np.ndarray]
 
 
 def moment_bound(relation: NeighboringRelation) -> float:
-    """The norm bound of a row's moment, which counts twice under REPLACE_ONE.
+    """Returns the norm bound of a row's moment, which counts twice under REPLACE_ONE.
 
     Two moments are no further apart than the square root of 2, not 2: their product is at least 0.
     """
@@ -32,45 +32,34 @@ def moment_bound(relation: NeighboringRelation) -> float:
 
 
 def noise_length(std: float, columns: int) -> float:
-    """About the largest eigenvalue of the noise of `noisy_moment`."""
+    """Returns about the largest eigenvalue of the noise of `noisy_moment`."""
     return std * math.sqrt(2 * columns)
 
 
 def noise_is_short(std: float, records: int, columns: int) -> bool:
-    """Whether a moment with this noise in its sum whitens: by public numbers alone.
-
-    Args:
-        std: As for `noisy_moment`.
-        records: Their number; of norm 1 each, so that the mean eigenvalue is 1/columns.
-        columns: Their number.
-    """
+    """Tells, by public numbers alone, whether a moment with this noise in its sum whitens."""
     return noise_length(std, columns) * columns / records <= _MOST_NOISE
 
 
 def noisy_moment(total: np.ndarray, std: float, normal: Normal) -> np.ndarray:
-    """A sum of moments with Gaussian noise, symmetric.
+    """Returns a symmetric sum of moments of shape (columns, columns) with Gaussian noise.
 
     Formal guarantees: a Gaussian mechanism of standard deviation `std` for the Frobenius norm: it
     is computed from the sum with independent noise in every entry, which `total`, symmetric,
-    determines.
-
-    Args:
-        total: Shape (columns, columns), symmetric.
-        std: Standard deviation of the noise in an entry; 0 for public rows.
-        normal: Draws noise of a standard deviation and shape.
+    determines. `normal` draws noise of a standard deviation (0 for public rows) and shape.
     """
     noisy = total + normal(std, total.shape)
     return (noisy + noisy.T) / 2
 
 
 def whitening(moment: np.ndarray, length: float = 0.0) -> np.ndarray:
-    """The symmetric matrix W that makes the moments of rows u @ W more even, as they are known.
+    """Returns the symmetric matrix W that makes the moments of rows u @ W more even.
 
     About 1 is the mean of the squared norm of u @ W.
 
     Args:
-        moment: The mean of u u^T, shape (columns, columns), symmetric.
-        length: Of the noise in it.
+        moment: Mean of u u^T, shape (columns, columns), symmetric.
+        length: Length of the noise in it.
     """
     values, vectors = np.linalg.eigh(moment)
     floored = np.maximum(values, _FLOOR * length)
@@ -82,7 +71,7 @@ def whitening(moment: np.ndarray, length: float = 0.0) -> np.ndarray:
 
 
 def directions_are_few(moment: np.ndarray, std: float) -> bool:
-    """Whether the variance lies in few directions, as that of a network's features does.
+    """Tells whether the variance lies in few directions, as that of a network's features does.
 
     Of a moment M of rows of norm 1, with noise of `std` in an entry of M before it was made
     symmetric: 1/|M|^2 is their effective number.
@@ -93,7 +82,7 @@ def directions_are_few(moment: np.ndarray, std: float) -> bool:
 
 
 def _of_sum(values: np.ndarray, total: float) -> np.ndarray:
-    """The nearest numbers of this sum that are not negative: noise spreads eigenvalues."""
+    """Returns the nearest numbers of this sum that are not negative: noise spreads eigenvalues."""
     falling = np.sort(values)[::-1]
     levels = (np.cumsum(falling) - total) / np.arange(1, len(values) + 1)
     return np.maximum(values - levels[falling > levels][-1], 0.0)

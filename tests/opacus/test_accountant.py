@@ -155,9 +155,9 @@ def test_a_clip_norm_at_the_bound_raises(train):
         ({"projection_radius": -1.0}, ValueError, "projection_radius > 0"),
     ],
 )
-def test_declarations_that_are_refused(changes, error, text):
+def test_declarations_that_are_refused(train, changes, error, text):
     with pytest.raises(error, match=text):
-        HiddenStateAccountant().declare_run(**{**DECLARED, **changes})
+        train({**DECLARED, **changes}, epochs=0)
 
 
 def test_a_fixed_order_that_is_kept_secret(train):

@@ -74,8 +74,7 @@ def indices(features):
     return (features[:, 0] * 100).round().long().tolist()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("order", SECRET)
+@pytest.mark.parametrize(("order", "workers"), [*((order, 0) for order in SECRET), ("poisson", 2)])
 def test_batches_hold_the_records_of_the_plan(make_run, order, workers):
     run = make_run(
         model=nn.Linear(2, 2), batch_order=order, **LINEAR,
@@ -100,12 +99,11 @@ def test_batches_hold_the_records_of_the_plan(make_run, order, workers):
         assert used[:6] != used[6:]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("mode", ["hooks", "functorch"])
-@pytest.mark.parametrize("pieces", [None, 2])
+@pytest.mark.parametrize(
+    ("mode", "pieces", "workers"),
+    [("hooks", None, 0), ("hooks", 2, 1), ("functorch", None, 0), ("functorch", 2, 0)],
+)
 def test_empty_batches_are_steps(make_run, mode, pieces, workers):
-    if workers and mode != "hooks":
-        pytest.skip("workers do not depend on it")
     run = make_run(
         batch_order="poisson", grad_sample_mode=mode, after=BallProjection(5.0),
         loader={"batch_size": 1, "num_workers": workers},
@@ -238,10 +236,8 @@ def test_a_seed_that_is_declared_secret(make_run, order):
         ({"order": "cyclic", "seed": 1}, ValueError, "draws nothing"),
         ({"order": "full", "seed": 1}, ValueError, "draws nothing"),
         ({"order": "poisson", "seed_is_secret": True}, ValueError, "without a seed"),
-        ({"order": "poisson", "seed_is_secret": 1}, TypeError, "True or False"),
-        ({"order": "poisson", "seed": -1}, ValueError, "seed >= 0"),
-        ({"order": "poisson", "seed": 0.5}, TypeError, "integer or None, got float"),
-        ({"order": "poisson", "seed": True}, TypeError, "integer or None, got bool"),
+        ({"order": "poisson", "seed": -1}, ValueError, "an integer >= 0"),
+        ({"order": "poisson", "seed": 0.5}, ValueError, "an integer >= 0"),
         ({"order": "reshuffled", "max_batch_size": 20}, ValueError, "max_batch_size = None"),
     ],
 )
@@ -250,9 +246,8 @@ def test_batches_that_are_refused(arguments, error, text):
         Batches(**arguments)
 
 
-@pytest.mark.parametrize("order", SECRET)
-def test_epsilon_is_read_after_every_epoch_in_reasonable_time(make_run, order):
-    run = make_run(batch_order=order, noise_multiplier=4.0)
+def test_epsilon_is_read_after_every_epoch_in_reasonable_time(make_run):
+    run = make_run(batch_order="poisson", noise_multiplier=4.0)
     values = []
     for _ in range(4):
         run.epoch()

@@ -49,8 +49,7 @@ def test_the_same_batches_go_on(make_run, tmp_path, order, stop):
     assert second.engine.privacy_event.release_steps == (stop,)
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("order", SECRET)
+@pytest.mark.parametrize(("order", "workers"), [*((order, 0) for order in SECRET), ("poisson", 2)])
 def test_a_secret_order_goes_on_with_its_private_state(make_run, tmp_path, order, workers):
     loader = {"num_workers": workers}
     first, second = (make_run(batch_order=order, loader=loader) for _ in range(2))

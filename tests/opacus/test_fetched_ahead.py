@@ -37,8 +37,7 @@ def event(order, steps, **settings):
     })  # fmt: skip
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("order", "workers"), [*((order, 0) for order in ORDERS), ("cyclic", 2)])
 def test_the_epsilon_is_that_of_a_plain_loop(make_run, order, workers):
     run = make_run(batch_order=order, loader={"num_workers": workers})
     plain = make_run(batch_order=order)

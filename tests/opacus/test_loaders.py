@@ -27,13 +27,6 @@ def numbers(size):
     return TensorDataset(torch.arange(size))
 
 
-def slices(size, *ends):
-    """Two data sets over rows of the same tensors, joined."""
-    rows, targets = torch.randn(size, 2), torch.arange(size)
-    parts = zip(ends[::2], ends[1::2], strict=True)
-    return ConcatDataset([TensorDataset(rows[a:b], targets[a:b]) for a, b in parts])
-
-
 def deal(loader, order=BatchOrder.CYCLIC):
     plan = plan_batches(loader, Batches(order))
     return private_loader(loader, plan, BatchCursor(plan.num_batches))
@@ -140,17 +133,11 @@ class Stream(IterableDataset):
             "index twice",
         ),
         (lambda: DataLoader(ConcatDataset([(d := numbers(2)), d]), batch_size=2), "a record twice"),
-        (lambda: DataLoader(slices(10, 0, 6, 4, 10), batch_size=2), "slices that overlap"),
     ],
 )  # fmt: skip
 def test_orders_that_are_refused(loader, text):
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         deal(loader())
-
-
-def test_slices_side_by_side_are_accepted():
-    loader = deal(DataLoader(slices(10, 0, 5, 5, 10), batch_size=5))
-    assert [batch[1].tolist() for batch in loader] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -9,7 +9,6 @@ import logging
 import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
-from torch.utils.data import RandomSampler, TensorDataset, WeightedRandomSampler
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import Batches
@@ -149,15 +148,6 @@ def next_iter_every_step(run):
     return 5
 
 
-def pieces_broken_off(run):
-    for batch in pieces_of(run, 100):
-        run.step(batch)
-        if run.steps == 3:
-            break
-    run.epoch(pieces_of(run, 100))
-    return 9
-
-
 def pieces(run):
     run.epoch(pieces_of(run, 3))
     run.epoch(pieces_of(run, 3))
@@ -178,7 +168,6 @@ ACCOUNTED = [
     (evaluation_between_epochs, SECRET),
     (break_and_go_on, SECRET),
     (next_iter_every_step, SECRET),
-    (pieces_broken_off, SAMPLED),
 ]
 
 
@@ -200,57 +189,14 @@ def test_what_happened_is_accounted(make_run, loop, order):
 # Who knows the order.
 
 
-def test_samplers_that_repeat_records_are_refused(make_run, dataset):
-    for sampler in (
-        WeightedRandomSampler([1.0] * 60, 60),
-        RandomSampler(dataset, replacement=True),
-        RandomSampler(dataset, num_samples=30),
-        [0, 0, 1, 2],
-    ):
-        for order in SECRET:
-            with pytest.raises(hsa.UnsupportedRunError):
-                make_run(batch_order=order, loader={"sampler": sampler})
-
-
 def test_a_seed_is_in_no_error_message_and_no_log(make_run, caplog):
     seed = 123456789
     with caplog.at_level(logging.DEBUG), pytest.raises(hsa.UnsupportedRunError) as error:
         make_run(batch_order=Batches("reshuffled", seed=seed))
     assert str(seed) not in str(error.value) + caplog.text
-    with pytest.raises(TypeError) as wrong:
+    with pytest.raises(ValueError, match="an integer") as wrong:
         make_run(batch_order=Batches("reshuffled", seed=seed + 0.5))
     assert str(seed) not in str(wrong.value)
 
 
 # Resuming.
-
-
-@pytest.mark.parametrize("order", SECRET)
-def test_a_resumed_run_does_not_replay_batches(make_run, tmp_path, order):
-    run, path = make_run(batch_order=order), tmp_path / "c.pt"
-    batches = iter(run.loader)
-    for _ in range(3):
-        run.step(next(batches))
-    run.engine.save_checkpoint(path=path, stays_private=True, include_private_state=True)
-    resumed = make_run(batch_order=order)
-    resumed.engine.load_checkpoint(path=path)
-    assert len(list(resumed.loader)) == 3  # the rest of the epoch
-    resumed.epoch()
-    resumed.epoch()
-    assert resumed.engine.privacy_event.num_steps == 12
-    if order in EPOCHS:
-        plan, other = run.optimizer.run.plan, resumed.optimizer.run.plan
-        if order == "shuffled_once":
-            assert [plan.batch(k) for k in range(6)] == [other.batch(k) for k in range(6)]
-
-
-def test_indices_that_are_rewritten_change_nothing(make_run):
-    """The private loader has its own."""
-    features, labels = make_run().loader.dataset.tensors
-    data = torch.utils.data.Subset(TensorDataset(features, labels), list(range(30)))
-    run = make_run(batch_order="poisson", loader={"dataset": data})
-    run.epoch()
-    data.indices[:] = list(range(30, 60))
-    for batch, _ in run.loader:
-        run.step((batch, _))
-        assert all((features[:30] == row).all(dim=1).any() for row in batch)

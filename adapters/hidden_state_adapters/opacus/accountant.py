@@ -30,6 +30,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.bounds.assumptions import COMMON
+from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
@@ -48,7 +49,6 @@ from hidden_state_adapters.opacus.registry import (
 from hidden_state_adapters.opacus.stock import (
     ON_TRUST,
     MadePrivate,
-    StockDeclaration,
     StockRun,
     check_noise,
     count_rows,
@@ -86,9 +86,8 @@ class HiddenStateAccountant(IAccountant):
         last-iterate theorem covers are accounted by composition. What the loop does with the
         batches, and that Opacus' gradients are right, is one listed assumption.
       - Undeclared, and for a `history` that was written directly (as Opacus' calibration does):
-        composition of Poisson-sampled Gaussian mechanisms under ADD_OR_REMOVE_ONE, which is what
-        stock Opacus accountants assume; every iterate may be released. Steps on a loader that is
-        seen not to deal Poisson batches are refused, and so is make_private_with_epsilon on one.
+        composition of Poisson-sampled Gaussian mechanisms under ADD_OR_REMOVE_ONE, as stock Opacus
+        accountants assume. Loaders that are seen not to deal Poisson batches are refused.
 
     Args:
         neighboring_relation: The relation of declared runs.
@@ -140,15 +139,14 @@ class HiddenStateAccountant(IAccountant):
             batch_order: Compared with what is read. "shuffled_once" says of a fixed order that it
                 was drawn uniformly and nobody ever learns it.
             dataset_size: Compared with what is read: n.
-            batch_size: Compared with what is read: b; for "poisson" that of your loader.
+            batch_size: Compared with what is read: b, but for Poisson batches.
 
         Raises:
             UnsupportedRunError: The loader cannot be read or is not what was declared, no bound
                 covers it, or there is no make_private whose run took no step.
             TypeError, ValueError: An argument has an impossible value.
         """
-        arguments = {name: value for name, value in locals().items() if name != "self"}
-        declaration, made = StockDeclaration(**arguments), self._made
+        made = self._made
         self._refuse_undeclared_steps("declare_run")
         if made is None or made.num_steps:
             raise UnsupportedRunError(
@@ -163,20 +161,25 @@ class HiddenStateAccountant(IAccountant):
                 "out for Poisson batches, or use an engine."
             )
         run = StockRun(
-            declaration,
-            data_loader=made.data_loader,
-            module=made.module,
-            optimizer=made.optimizer,
-            relation=self.neighboring_relation,
+            made,
+            self.neighboring_relation,
+            criterion=criterion,
+            feature_norm=feature_norm,
+            loss_geometry=loss_geometry,
+            projection_radius=projection_radius,
+            batch_order=batch_order and parse_batch_order(batch_order),
+            dataset_size=dataset_size,
+            batch_size=batch_size,
         )
-        self._drop_empty(made)  # declared again before its first step
+        self._drop_empty()  # declared again before its first step
         made.run = run
         self._runs.append(run)
 
-    def _drop_empty(self, made: MadePrivate) -> None:
-        """Forgets a declared run without steps."""
-        if made.run is not None and not made.run.recorder.num_steps:
-            self._runs[:] = [known for known in self._runs if known is not made.run]
+    def _drop_empty(self) -> None:
+        """Forgets a declared run without steps, of the last make_private."""
+        last = None if self._made is None else self._made.run
+        if last is not None and not last.recorder.num_steps:
+            self._runs[:] = [known for known in self._runs if known is not last]
 
     def add_run(
         self,
@@ -184,12 +187,13 @@ class HiddenStateAccountant(IAccountant):
         check: Callable[[], None],
         earlier: Sequence[AccountedRun] = (),
     ) -> None:
-        """Adds a run that somebody else records; `check` is called before epsilon is computed.
+        """Adds a run that somebody else records, after those behind its initial weights.
 
         Args:
             run: The run.
-            check: Function that raises unless the model is the accounted iterate.
-            earlier: The runs that `earlier_runs` found behind its initial weights.
+            check: Function that raises unless the model is the accounted iterate; called before
+                epsilon is computed.
+            earlier: What `earlier_runs` found.
 
         Raises:
             UnsupportedRunError: Steps were taken undeclared.
@@ -200,7 +204,7 @@ class HiddenStateAccountant(IAccountant):
         self._check = check
 
     def earlier_runs(self, module: nn.Module) -> list[AccountedRun]:
-        """The runs behind the weights of a model that this accountant does not know yet.
+        """Returns the runs behind the weights of a model that this accountant does not know yet.
 
         Raises:
             UnsupportedRunError: No epsilon covers such a run together with others.
@@ -275,11 +279,7 @@ class HiddenStateAccountant(IAccountant):
         return sum(steps for _, _, steps in self._history) + recorded
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
-        """Records one undeclared step.
-
-        Raises:
-            UnsupportedRunError: A run was declared: it is recorded through the optimizer's hook.
-        """
+        """Records one undeclared step; raises UnsupportedRunError if a run was declared."""
         if self._runs:
             raise UnsupportedRunError(
                 "Expected the steps of a declared run through the optimizer's step hook, got a "
@@ -289,14 +289,13 @@ class HiddenStateAccountant(IAccountant):
         self._add_row(noise_multiplier, sample_rate)
 
     def _add_row(self, noise_multiplier: float, sample_rate: float) -> None:
-        row = float(noise_multiplier), float(sample_rate)
+        row, steps = (float(noise_multiplier), float(sample_rate)), 0
         if self._history and self._history[-1][:2] == row:
-            self._history[-1] = (*row, self._history[-1][2] + 1)
-        else:
-            self._history.append((*row, 1))
+            steps = self._history.pop()[2]
+        self._history.append((*row, steps + 1))
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
-        """The hook that records a step of one optimizer; see `IAccountant`.
+        """Returns the hook that records a step of one optimizer; see `IAccountant`.
 
         Raises:
             UnsupportedRunError: The noise was found for other batches, or cannot be drawn.
@@ -305,8 +304,7 @@ class HiddenStateAccountant(IAccountant):
         if made.optimizer is not None:
             self._check_initial(made, made.optimizer)
         made.prepare()
-        if self._made is not None:
-            self._drop_empty(self._made)
+        self._drop_empty()
         self._made = made
         return lambda optimizer: self._take_step(made, optimizer)
 
@@ -324,9 +322,8 @@ class HiddenStateAccountant(IAccountant):
             )
 
     def _take_step(self, made: MadePrivate, optimizer: DPOptimizer) -> None:
-        """Records the step that an optimizer is about to take.
-
-        What `_admit` refuses depends on nothing of the records; what is refused later ends the run.
+        """Records the step that an optimizer is about to take; what is refused after `_admit` ends
+        the run.
         """
         step, is_first = len(self) + 1, not made.num_steps
         self._admit(made, optimizer, step)
@@ -339,8 +336,7 @@ class HiddenStateAccountant(IAccountant):
                 batches = optimizer.accumulated_iterations
                 if batches == 1:
                     count_rows(optimizer, step)
-                rate = made.sample_rate * batches
-                self._add_row(optimizer.noise_multiplier, rate)
+                self._add_row(optimizer.noise_multiplier, made.sample_rate * batches)
                 self._lineage.undeclared += 1
             else:
                 made.run.observe(optimizer)
@@ -355,7 +351,7 @@ class HiddenStateAccountant(IAccountant):
             self._of_undeclared = merge_assumptions([self._of_undeclared, own])
 
     def _admit(self, made: MadePrivate, optimizer: DPOptimizer, step: int) -> None:
-        """Raises UnsupportedRunError if there may be no step."""
+        """Raises UnsupportedRunError, whatever the records are, if there may be no step."""
         self.check_not_refused()
         refuse_in_budget("run of a PrivacyEngine")
         if isinstance(optimizer, AdaClipDPOptimizer):
@@ -379,7 +375,7 @@ class HiddenStateAccountant(IAccountant):
                 made.check_undeclared()
 
     def get_epsilon(self, delta: float, *args: Any, **kwargs: Any) -> float:
-        """The epsilon of everything recorded, at `delta`; further arguments are ignored.
+        """Returns the epsilon of everything recorded, at `delta`; further arguments are ignored.
 
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
@@ -398,11 +394,7 @@ class HiddenStateAccountant(IAccountant):
 
     @property
     def guarantee(self) -> Guarantee:
-        """The guarantee of everything recorded.
-
-        Raises:
-            UnsupportedRunError: There is none.
-        """
+        """The guarantee of everything recorded; UnsupportedRunError if there is none."""
         self.check_not_refused()
         if self._made is not None and not self._made.num_steps and not self._is_restored:
             self._made.check_moved()
@@ -418,10 +410,8 @@ class HiddenStateAccountant(IAccountant):
             merged = merge_assumptions([guarantee.assumptions, self._of_undeclared])
             return attrs.evolve(guarantee, assumptions=merged)
         self._check()
-        now = [
-            (r.recorder, r.recorder.num_steps, r.recorder.release_steps, r.assumptions)
-            for r in runs
-        ]
+        recorders = [run.recorder for run in runs]
+        now = [(r, r.num_steps, r.release_steps) for r in recorders], [r.assumptions for r in runs]
         if self._composed is None or self._composed[0] != now:
             of_runs = [run.guarantee(self.neighboring_relation) for run in runs]
             self._composed = now, compose_guarantees(of_runs, self.neighboring_relation)
@@ -431,7 +421,7 @@ class HiddenStateAccountant(IAccountant):
         return guarantee
 
     def state_dict(self, destination: Any = None) -> Any:
-        """Plain types: Opacus' keys, the relation, and the state of every recorder."""
+        """Returns plain types: Opacus' keys, the relation, and the state of every recorder."""
         destination = super().state_dict(destination)
         destination["neighboring_relation"] = self.neighboring_relation.name
         destination["runs"] = [run.state_dict() for run in self._runs]
@@ -460,7 +450,12 @@ class HiddenStateAccountant(IAccountant):
                 f"Expected a state for {self.neighboring_relation.name}, got {relation}."
             )
         if state_dict.get("runs"):
-            self._load_runs(list(state_dict["runs"]))
+            states, current = list(state_dict["runs"]), self._runs[-1:]
+            ended = [AccountedRun.ended(state) for state in (states[:-1] if current else states)]
+            for run in current:
+                run.load_state_dict(states[-1])
+            self._history = []
+            self._runs[:] = ended + current
         elif state_dict["history"]:
             if self._runs:
                 raise ValueError("Expected the state of a declared run, got undeclared steps.")
@@ -471,21 +466,13 @@ class HiddenStateAccountant(IAccountant):
             self.refuse(str(reason))
         self._is_restored = True
 
-    def _load_runs(self, states: list[Any]) -> None:
-        current = self._runs[-1:]
-        ended = [AccountedRun.ended(state) for state in (states[:-1] if current else states)]
-        for run in current:
-            run.load_state_dict(states[-1])
-        self._history = []
-        self._runs[:] = ended + current
-
 
 def _nothing() -> None:
     """The check where no run goes on."""
 
 
 def _rows(run: Run) -> list[Row]:
-    """A run as rows of a history, whose readers take it for DP-SGD."""
+    """Returns a run as rows of a history, whose readers take it for DP-SGD."""
     if not run.num_steps:
         return []
     if not isinstance(run, RunRecorder):
@@ -510,11 +497,7 @@ def _check_finite(optimizer: DPOptimizer, step: int) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _undeclared_guarantee(rows: tuple[Row, ...]) -> Guarantee:
-    """Composition of Poisson-sampled Gaussian mechanisms, as stock Opacus accountants assume.
-
-    Formal guarantees: ADD_OR_REMOVE_ONE; every iterate may be released; each record joins every
-    batch independently with the sample rate as Opacus draws it (`drawn_rate`).
-    """
+    """Returns the composition of Poisson-sampled Gaussian mechanisms under ADD_OR_REMOVE_ONE."""
     accountant = LastIterateAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE)
     for noise, rate, steps in rows:
         event: dp_accounting.DpEvent = dp_accounting.GaussianDpEvent(noise)

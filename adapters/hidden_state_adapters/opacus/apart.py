@@ -1,4 +1,4 @@
-"""Whether model, collate_fn and criterion take every record by itself: one look at one batch."""
+"""One look at one batch: do model, collate_fn and criterion take every record by itself?"""
 
 from __future__ import annotations
 
@@ -51,20 +51,17 @@ def records_are_apart(
     """Tells whether half of a batch gives the same alone, and beside other records.
 
     Dropout is switched off for the look, and all else that eval() switches off where that does not
-    make the model repeat itself.
+    make the model repeat itself. None where nobody can tell: the model raises on other batches,
+    draws random numbers, or computes nothing that has an entry for every record.
 
     Args:
         module: The model.
-        compute: What it computes, tensors with an entry for every record; it may draw random
-            numbers and write buffers, which are then as before.
-        call: What the model was called with.
+        compute: Function of a call that returns tensors; it may draw random numbers and write
+            buffers, which are then as before.
+        call: Arguments of the model.
         rows: Records of the batch, at least two.
-        dim: The dimension that counts them.
+        dim: Dimension that counts them.
         further: Versions of the call that should give the same, too.
-
-    Returns:
-        None where nobody can tell: the model raises on other batches, draws random numbers, or
-        computes nothing that has an entry for every record.
     """
     parts = list(module.modules())
     dropouts = [part for part in parts if isinstance(part, _DropoutNd)]
@@ -83,15 +80,7 @@ def losses_add_up(
     """Tells whether every number of a batch is the mean, or the sum, of those of its two halves.
 
     Losses of records add up so: a mean over all tokens, with class weights, or of pairs does not.
-
-    Args:
-        module: See `records_are_apart`.
-        compute: See `records_are_apart`.
-        call: See `records_are_apart`.
-        rows: See `records_are_apart`.
-
-    Returns:
-        None where there is no such number, or nobody can tell.
+    None where there is no such number, or nobody can tell.
     """
     dropouts = [part for part in module.modules() if isinstance(part, _DropoutNd)]
     look = _Look(module, compute, 0, dropouts)
@@ -124,13 +113,8 @@ def outputs_of(
 
 
 class _Look:
-    """Computes what a model makes of a batch, and leaves it as it was.
-
-    Args:
-        module: The model.
-        compute: See `records_are_apart`.
-        dim: The dimension that counts the records.
-        off: The parts that are in eval() mode for the look.
+    """Computes what a model makes of a batch, with parts in eval() mode, and leaves it as it
+    was.
     """
 
     _after: torch.Tensor  # the state of torch's generator when it was done
@@ -213,16 +197,15 @@ class _Look:
         self, found: Sequence[torch.Tensor], own: Sequence[torch.Tensor], share: float = 1.0
     ) -> bool:
         """Tells whether two results are equal, up to rounding, or a share of what that may be."""
-        return all(self._is_near(x, y, share) for x, y in zip(found, own, strict=False))
-
-    def _is_near(self, found: torch.Tensor, own: torch.Tensor, share: float) -> bool:
-        limit = _COARSE if self.is_coarse else _TOLERANCE.get(own.dtype, _COARSE)
-        off = torch.linalg.vector_norm(found - own)
-        return bool(off <= share * limit * torch.linalg.vector_norm(own))
+        for x, y in zip(found, own, strict=False):
+            limit = _COARSE if self.is_coarse else _TOLERANCE.get(y.dtype, _COARSE)
+            if not (x - y).norm() <= share * limit * y.norm():
+                return False
+        return True
 
 
 def _versions(call: Call, rows: int, dim: int) -> Iterator[Version]:
-    """Each half of the records alone, and beside others in the places of the rest."""
+    """Yields each half of the records alone, and beside others in the places of the rest."""
     for kept in halves(rows):
         yield functools.partial(_changed, call, rows, dim, kept, None), len(kept), kept
         for factor in _FACTORS:
@@ -230,12 +213,12 @@ def _versions(call: Call, rows: int, dim: int) -> Iterator[Version]:
 
 
 def halves(rows: int) -> tuple[range, range]:
-    """The records of each half of a batch."""
+    """Returns the records of each half of a batch."""
     return range(rows // 2), range(rows // 2, rows)
 
 
 def _changed(call: Call, rows: int, dim: int, kept: range, factor: int | None) -> Call:
-    """The records that are kept, alone or beside others."""
+    """Returns the records that are kept, alone or beside others."""
     first = next((x for x in tree_leaves(call) if isinstance(x, torch.Tensor)), None)
 
     def one(value: Any) -> Any:
@@ -244,7 +227,7 @@ def _changed(call: Call, rows: int, dim: int, kept: range, factor: int | None) -
         if value.shape == (rows, rows) and value is not first:
             return value  # a mask of positions, of a sequence as long as the batch
         parts = [value.detach().narrow(dim, half.start, len(half)) for half in halves(rows)]
-        own = 0 if kept.start == 0 else 1
+        own = int(kept.start > 0)
         if factor is None:
             return parts[own]
         parts[1 - own] = _other(parts[1 - own], dim, factor)
@@ -255,9 +238,9 @@ def _changed(call: Call, rows: int, dim: int, kept: range, factor: int | None) -
 
 
 def _other(part: torch.Tensor, dim: int, factor: int) -> torch.Tensor:
-    """Records scaled, or in another order where they are integers.
-
-    Those may be indices, in floating point, too: a model may know no others.
+    """Returns records scaled, or in another order where they are integers: indices, maybe, as
+    floating
+    point, too, of which a model may know no others.
     """
     flipped = part.flip(dim)
     if not part.is_floating_point():
@@ -268,10 +251,8 @@ def _other(part: torch.Tensor, dim: int, factor: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def random_numbers_as_before(values: Iterable[Any] = ()) -> Iterator[None]:
-    """Afterwards torch, numpy and Python draw what they would have drawn anyway.
-
-    Args:
-        values: Tensors among these say which GPUs may draw some.
+    """Lets torch (on the GPUs of `values`), numpy and Python then draw what they would have
+    drawn.
     """
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     devices = {x.device.index for x in tensors if x.device.type == "cuda"}
@@ -285,29 +266,18 @@ def random_numbers_as_before(values: Iterable[Any] = ()) -> Iterator[None]:
 
 
 class Collated:
-    """Hands parts of a batch to the loader's collate_fn, each by itself.
-
-    Attributes:
-        is_custom: True if the collate_fn is not torch's, which takes every record by itself.
-
-    Args:
-        plan: The batches.
-        loader: The user's loader.
-    """
+    """Hands parts of a batch to the loader's collate_fn, unless it is torch's, each by itself."""
 
     def __init__(self, plan: BatchPlan, loader: DataLoader):
         self._plan, self._dataset, self._collate = plan, loader.dataset, plain_collate(loader)
         self.is_custom = self._collate is not default_collate
 
     def versions(self, call: Call, piece: Piece) -> Sequence[Version]:
-        """Calls with each half of its records, and with the shortest one of them twice.
+        """Returns calls with each half of the records of a piece, and with the shortest one of them
+        twice.
 
         Both halves may hold a record of the largest length, and be padded alike. None are made
         where the loop made tensors of its own.
-
-        Args:
-            call: What the model was called with.
-            piece: The records of the call, the first ones of their batch.
         """
         if not self.is_custom:
             return []
@@ -332,11 +302,7 @@ class Collated:
         ]
 
     def tensors(self, piece: Piece) -> list[torch.Tensor]:
-        """Returns what the loader deals of a piece.
-
-        Args:
-            piece: The first records of their batch.
-        """
+        """Returns what the loader deals of a piece, the first records of their batch."""
         with random_numbers_as_before():
             indices = self._plan.own_batch(piece.step - 1)[: piece.rows]
             return self._tensors([self._dataset[i] for i in indices])
@@ -346,11 +312,7 @@ class Collated:
 
 
 def _replaced(call: Call, whole: Sequence[torch.Tensor], half: Sequence[torch.Tensor]) -> Call:
-    """A call with tensors of half of a batch in the places of those of the whole one.
-
-    Raises:
-        ValueError: A tensor is none of the batch.
-    """
+    """Returns a call with tensors of a part of the batch; ValueError if a tensor is none of it."""
 
     def one(value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -369,14 +331,8 @@ def losses_are_apart(
 ) -> bool | None:
     """Tells whether the gradient of every record is the same in a part of the batch.
 
-    Args:
-        criterion: A function of outputs and targets.
-        outputs: What the model computed; the first dimension counts the records.
-        tensors: What the loader dealt; the last one that the criterion takes is the targets.
-        divides: True if the loss of a batch is the mean of those of its records, not the sum.
-
-    Returns:
-        None where it takes none of them.
+    None where the criterion takes none of the outputs and tensors; the last tensor that it takes is
+    the targets. `divides` says that the loss of a batch is the mean over its records, not the sum.
     """
     if isinstance(criterion, nn.Module):
         criterion = copy.deepcopy(criterion).cpu()  # where no label is fatal

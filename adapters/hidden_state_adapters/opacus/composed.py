@@ -26,8 +26,6 @@ from hidden_state_adapters.opacus.update_rules import (
 )
 
 _NOT_NEEDED = "every step counts, whatever the update does"
-
-
 _HALF = (
     "criterion= without feature_norm=: every step counts (for one linear head pass both, and its "
     "last iterate alone counts)"
@@ -37,11 +35,9 @@ _HALF = (
 class ComposedOptimizer(PrivateOptimizer):
     """Any optimizer of torch along noisy gradients, on the batches of a plan.
 
-    What `HiddenStatePrivacyEngine.make_private` makes where nothing asks for a hidden state.
-
-    The noisy gradients are Gaussian mechanisms, each with its batch. What an optimizer computes
-    from them (steps, momentum, moments) and from public schedules is post-processing, so that the
-    composition of the steps covers the model, and every iterate before it.
+    What `HiddenStatePrivacyEngine.make_private` makes where nothing asks for a hidden state. The
+    noisy gradients are Gaussian mechanisms, each with its batch; what an optimizer computes from
+    them and from public schedules is post-processing.
 
     Formal guarantees:
       - Relation: that of the recorded `LastIterateDpEvent`, which has no loss geometry.
@@ -50,15 +46,6 @@ class ComposedOptimizer(PrivateOptimizer):
         clip. Of a linear head alone both follow from the slopes at its outputs.
       - Checked at every step: batch and number of records, noise, clip and divisor as recorded,
         gradients that are finite, the model as the last step left it.
-
-    Args:
-        optimizer: Any optimizer that sees nothing of the records but the noisy gradients.
-        run: Run of the engine, as for `PrivateOptimizer`.
-        **kwargs: Arguments of DPOptimizer.
-
-    Raises:
-        UnsupportedRunError: From `step`, when the run is not the declared one; the text says which
-            step and what. The step is then not taken.
     """
 
     refused = {  # noqa: RUF012
@@ -113,7 +100,9 @@ class ComposedOptimizer(PrivateOptimizer):
 
     @property
     def why_composition(self) -> str:
-        """That no bound on hidden iterates knows the update or the loss; "" if nothing was said."""
+        """The reason why no bound on hidden iterates knows update or loss; "" if none was
+        passed.
+        """
         if self.update_rule == SGD.__name__:
             return "" if self.declared.arguments.criterion is None else _HALF
         return (
@@ -123,7 +112,7 @@ class ComposedOptimizer(PrivateOptimizer):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Those of all mechanisms; where Opacus clips, the clip norm of the noise, too."""
+        """The settings of all mechanisms; where Opacus clips, the clip norm of the noise, too."""
         fixed: dict[str, Any] = {"max_grad_norm": self.max_grad_norm} if self._accumulate else {}
         if self._clipped:
             fixed["max_grad_norms"] = tuple(self.max_grad_norms)
@@ -132,7 +121,7 @@ class ComposedOptimizer(PrivateOptimizer):
         return {**super().settings, **fixed}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
-        """Any rule is post-processing, as long as nothing else looks at the gradients."""
+        """Raises UnsupportedRunError if something else looks at the gradients than the rule."""
         refuse_step_hooks(optimizer)
         if self._accumulate and not all(param.requires_grad for param in self.trained):
             raise UnsupportedRunError(
@@ -143,7 +132,9 @@ class ComposedOptimizer(PrivateOptimizer):
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
-        """That an update rule that is not one of torch's looks at the noisy gradients only."""
+        """The assumptions; of a rule that is not one of torch's, that it sees noisy
+        gradients only.
+        """
         yield from super().assumptions
         rule = type(self.original_optimizer)
         if rule.__module__.startswith("torch.optim"):

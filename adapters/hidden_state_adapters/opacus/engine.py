@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -15,7 +15,6 @@ from opacus import PrivacyEngine
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
-from typing_extensions import Unpack  # a dependency of torch
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import (
@@ -37,10 +36,9 @@ from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.composed import ComposedOptimizer
 from hidden_state_adapters.opacus.declared import DeclaredRun, is_shared
-from hidden_state_adapters.opacus.in_common import fields_after_loading, fields_in_common
 from hidden_state_adapters.opacus.loader import private_loader
 from hidden_state_adapters.opacus.noise import GIVEN_NOISE
-from hidden_state_adapters.opacus.options import RunArguments, RunOptions
+from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.passes import LOSS_OF_RECORDS
 from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
 from hidden_state_adapters.opacus.processes import News, ProcessGroup
@@ -49,7 +47,12 @@ from hidden_state_adapters.opacus.registry import (
     check_later_steps,
     note_branch,
 )
-from hidden_state_adapters.opacus.run import SECTION, TrainingRun
+from hidden_state_adapters.opacus.run import (
+    SECTION,
+    TrainingRun,
+    fields_after_loading,
+    fields_in_common,
+)
 from hidden_state_adapters.opacus.sampled import SampledRun
 from hidden_state_adapters.opacus.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.wrappers import HeadModule, RowLosses, private_module
@@ -82,10 +85,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one with zero gradient),
             REPLACE_ONE, or ADD_OR_REMOVE_ONE for Poisson batches with a constant rate and divisor
             (`Batches`), by composition.
-        secure_mode: Opacus' secure mode, which needs torchcsprng. Secret orders come from the
-            operating system's random source either way.
-        accountant: "hidden_state"; there for the signature of PrivacyEngine. "prv" and "rdp" of a
-            stock script are taken for it: epsilon is at most theirs.
+        secure_mode: Opacus' secure mode, which needs torchcsprng.
+        accountant: "hidden_state"; "prv" and "rdp" of a stock script are taken for it: epsilon is
+            at most theirs.
     """
 
     def __init__(
@@ -136,7 +138,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         data_loader: DataLoader,
         noise_multiplier: float,
         max_grad_norm: float | Sequence[float] | str,
-        **options: Unpack[RunOptions],
+        **options: Any,
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         """Wraps model, optimizer and loader, and starts a run.
 
@@ -147,15 +149,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             optimizer: Any optimizer over all trainable parameters, with any groups and schedules;
                 epsilon is then that of composition. For a hidden state (a known loss, or `after`) a
                 plain torch.optim.SGD. Its weight_decay acts outside the clip, so it is decoupled
-                decay. Learning rate and decay may change between steps, equally in all groups, on a
+                decay. Rate and decay may change between steps, equally in all groups, on a
                 schedule that is fixed in advance.
-            data_loader: Gives the data set, the batch size b and the workers. "cyclic" also takes
-                its order, which must not be shuffled and is public. For "cyclic", "shuffled_once"
-                and "reshuffled" b must divide the data set, or drop_last=True drops the rest of
-                the data set (always the same records). For "poisson" Opacus' rounding holds: a
-                record joins with probability 1/len(data_loader), and a step divides by the number
-                of records over len(data_loader), rounded down; `Batches` takes constants in their
-                place.
+            data_loader: Data set, batch size b and workers. "cyclic" also takes its order, which is
+                public. Orders of equal batches need a b that divides the data set, or
+                drop_last=True. For "poisson" Opacus' rounding holds: a record joins with
+                probability 1/len(data_loader), and a step divides by the number of records over
+                len(data_loader), rounded down; `Batches` takes constants in their place.
             noise_multiplier: Standard deviation of the noise on the sum of gradients over
                 max_grad_norm.
             max_grad_norm: Clip norm of the gradient of one record for all parameters together;
@@ -165,64 +165,55 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 wrap_model, poisson_sampling, grad_sample_mode ("hooks", "functorch", "ew" or
                 "ghost"), clipping ("flat" or "per_layer").
 
-                batch_order: "poisson", Opacus' own and the default (every record by itself in every
-                step with the same probability); "cyclic"; "full" (all records in every batch);
-                "shuffled_once" (one random order for all epochs), "reshuffled" (a new one in every
-                epoch); "balls_in_bins" (every record by itself in one of the batches of an epoch,
-                drawn once) or "balls_in_bins_redrawn" (for every epoch); "without_replacement" (b
-                random records in every step). All but "cyclic" and "full" are drawn here and have
-                to stay secret. `Batches` adds a seed, a cap, or
-                a constant rate and divisor.
+                batch_order: "poisson" (the default), "cyclic", "full", "shuffled_once",
+                "reshuffled", "balls_in_bins", "balls_in_bins_redrawn" or "without_replacement"; see
+                `BatchOrder`. All but "cyclic" and "full" are drawn here and have to stay secret.
+                `Batches` adds a seed, a cap, or a constant rate and divisor.
                 (poisson_sampling=False without it means what the loader does.)
 
                 criterion, feature_norm: A known loss of one linear head whose features have at most
                 this norm, everything before it frozen: the steps are then computed here, from the
                 formula of the loss. A module of torch.nn, or the function of torch.nn.functional
                 for it (with settings bound by functools.partial). Without feature_norm, where every
-                step counts: the loss that the loop computes, which is refused if it mixes records;
-                that is looked at once, on the first batch.
+                step counts: the loss that the loop computes, which is refused if it mixes the
+                records of the first batch.
 
                 loss_geometry: A LossGeometry that you proved, of another loss. ("auto" is that of
                 criterion and feature_norm.)
 
                 targets: Function that the loop applies to the last tensor of every batch for a
-                known loss; None if it only casts or reshapes it. It must not depend on the model:
-                no pseudo-labels.
+                known loss; None if it only casts or reshapes it. It must not depend on the model.
 
                 loop_maps_records: True declares, for a hidden state or a mechanism, that what the
                 loop does to records before the model it does to every record by itself, whatever
                 the model is: no mixup, no mean or largest norm of the batch, no adversarial
                 examples, no hard-example mining. False compares, in every step, the tensors that go
                 into the model with those that the loader drew. (Pieces of BatchMemoryManager are
-                read a second time for it, so that the data set may draw no random numbers.) Of
-                other losses than known ones True also declares that of several passes before a
-                step row i is made of record i alone, or of no record; False refuses several passes.
+                read a second time for it.) Of other losses than known ones True also declares that
+                of several passes before a step row i is made of record i alone, or of no record;
+                False refuses several passes.
 
-                schedule: The learning rates that the loop is going to use: a number, one number per
-                logical step (not per epoch) or a hidden_state_accountants.Schedule. A step with
-                another learning rate is refused. None: that a schedule does not depend on the
-                records is declared by you.
+                schedule: Learning rates of the loop: a number, one number per logical step (not per
+                epoch) or a hidden_state_accountants.Schedule. A step with another one is refused.
+                None: that a schedule does not depend on the records is declared by you.
 
-                num_steps: The logical steps that the loop is going to take; more are refused. (Of
-                DP-MBCD: whole epochs.) None: that their number does not depend on the records is
-                declared by you.
+                num_steps: Logical steps of the loop; more are refused. (Of DP-MBCD: whole epochs.)
+                None: that their number does not depend on the records is declared by you.
 
-                after: What follows every step; a list of a prox and a projection in this order, or
-                one of them. A hidden_state_accountants.Regulariser (l1, l2, group lasso, a box,
-                non-negative parameters), whose proximal map with the step's learning rate acts; l2
-                contracts, which the event says. BallProjection(radius) of all parameters together,
-                BoxProjection(low, high), ParameterBallsProjection(radius). Your own
-                function(list of tensors, step size), or (function(list of tensors), diameter) of a
-                projection, which change the tensors in place; that they are nonexpansive is
-                declared.
+                after: Maps that follow every step; a list of a prox and a projection in this order,
+                or one of them. A hidden_state_accountants.Regulariser (l1, l2, group lasso, a box,
+                non-negative parameters), whose proximal map with the step's learning rate acts;
+                BallProjection(radius) of all parameters together, BoxProjection(low, high),
+                ParameterBallsProjection(radius). Your own function(list of tensors, step size), or
+                (function(list of tensors), diameter) of a projection, which change the tensors in
+                place; that they are nonexpansive is declared.
 
                 mechanism: DiceSGD(...), of which every iterate is released and the error stays
                 hidden (docs/papers/dice_sgd.md); BlockCoordinate(...), DP-MBCD, whose groups are
                 blocks that are updated in turn by `optimizer.step(closure)`
-                (docs/papers/block_coordinate.md; "cyclic", "full" batches). None: plain SGD, where
-                only the last iterate is released, if an argument asks for a hidden state; any
-                optimizer, where every step counts, elsewhere. What makes no sense with one of them
-                is refused.
+                (docs/papers/block_coordinate.md; "cyclic", "full" batches). None: plain SGD, of
+                which only the last iterate is released, if an argument asks for a hidden state; any
+                optimizer, where every step counts, elsewhere.
 
                 distributed: True if the processes of torch.distributed train one model together
                 (docs/distributed.md). None: they do if there are several, and the module is in
@@ -231,13 +222,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
         Returns:
             The private model, optimizer and loader. Use these three and no others. With
-            grad_sample_mode="ghost", as in Opacus, the criterion comes before the loader; here it
-            is the one that was passed.
+            grad_sample_mode="ghost", as in Opacus, the criterion comes before the loader.
 
         Raises:
             UnsupportedRunError: No theorem covers the run, or it could not be checked; or the model
-                of the run before is not the iterate that was accounted (start again from another
-                module object, not from one that was changed by hand), or that run has no event.
+                of the run before is not the iterate that was accounted, or that run has no event.
             TypeError, ValueError: An argument has an impossible value.
         """
         arguments = RunArguments.of(
@@ -270,8 +259,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             target_delta: In (0, 1).
             epochs: Passes over the private loader that will be trained. Must agree with num_steps
                 and schedule.
-            epsilon_tolerance: Argument of Opacus, for the calls of stock scripts; the noise that is
-                found here is the smallest in any case.
+            epsilon_tolerance: Argument of Opacus, without effect.
             **arguments: Arguments of `make_private`, without noise_multiplier.
 
         Returns:
@@ -304,12 +292,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 "of schedule) agree."
             )
         warn_of_delta(target_delta, declared.plan.dataset_size)
+        before = [*self.accountant.recorders, *(run.recorder for run in earlier)]
         return calibrate_noise_after(
-            [
-                recorder.event()
-                for recorder in (*self.accountant.recorders, *(run.recorder for run in earlier))
-                if recorder.num_steps
-            ],
+            [recorder.event() for recorder in before if recorder.num_steps],
             target_epsilon,
             target_delta,
             lambda noise: declared.mechanism.event(declared, noise, steps),
@@ -318,7 +303,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         )
 
     def _join(self, arguments: RunArguments) -> ProcessGroup | None:
-        """The processes that train the run together; None for one."""
+        """Returns the processes that train the run together; None for one."""
         if not is_shared(arguments):
             return None
         if self._group is None or not self._group.is_current:
@@ -334,16 +319,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         noise_multiplier: float = 0.0,
         target: tuple[float, float, int] | None = None,
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
-        """Declares a run and starts it: in all of several processes, or in none.
-
-        Args:
-            arguments: The run.
-            noise_multiplier: Noise multiplier, where no target is given.
-            target: Epsilon, delta and epochs for which the noise is found.
+        """Declares a run and starts it, for a target or with this noise: in all processes, or in
+        none.
         """
         arguments = _with_optimizer_class(arguments)
         group, relation = self._join(arguments), self.accountant.neighboring_relation
-        agreed: Any = _alone if group is None else group.agreed
+        agreed: Any = (lambda prepare, _=None: prepare()) if group is None else group.agreed
 
         def prepare() -> tuple[DeclaredRun, float, list[AccountedRun]]:
             declared, noise = DeclaredRun.of(arguments, relation, group), noise_multiplier
@@ -371,12 +352,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def _make(
         self, declared: DeclaredRun, noise_multiplier: float, started: list[TrainingRun]
     ) -> Any:
-        """Returns what `make_private` returns.
-
-        Args:
-            declared: The run.
-            noise_multiplier: Noise multiplier of the run.
-            started: Is given the run as soon as the model has hooks of it.
+        """Returns what `make_private` does; `started` is given the run once the model has hooks of
+        it.
         """
         arguments, generator = declared.arguments, declared.arguments.noise_generator
         if self.secure_mode and generator is not None:
@@ -413,15 +390,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         return module, optimizer, criterion, loader
 
     def _private_module(self, run: TrainingRun) -> Any:
-        """The model in Opacus' wrapper, or in that of a linear head, which needs no hooks."""
+        """Returns the model in Opacus' wrapper, or in that of a linear head, which needs no
+        hooks.
+        """
         arguments, passes = run.declared.arguments, run.passes
         module: Any = arguments.module
-        options = {
-            "batch_first": arguments.batch_first,
-            "loss_reduction": arguments.loss_reduction,
-        }
-        if isinstance(module, HeadModule):
-            module = module._module
+        module = module._module if isinstance(module, HeadModule) else module
+        options = {name: getattr(arguments, name) for name in ("batch_first", "loss_reduction")}
         self.validate(module=module, optimizer=None, data_loader=None)
         if not isinstance(passes, SampledRun):
             return HeadModule.of(module, **options)
@@ -468,15 +443,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     # 2. Questions about privacy, and what the engine is told about releases
 
-    def get_epsilon(self, delta: float) -> float:
-        """The epsilon of all runs at `delta`, if the current iterate is the last one.
-
-        Raises:
-            UnsupportedRunError: The model is not the iterate that was accounted, something was
-                looked at that no theorem covers, or a run of DP-MBCD is within an epoch.
-        """
-        return self.accountant.get_epsilon(delta)
-
     @property
     def privacy_event(self) -> dp_accounting.DpEvent:
         """The event that happened; those of several runs compose.
@@ -522,7 +488,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         return attrs.evolve(self.accountant.guarantee, assumptions=self.assumptions)
 
     def report(self, delta: float) -> str:
-        """A dozen lines to paste: epsilon, theorem, releases that it covers, run, assumptions.
+        """Returns a dozen lines: epsilon, theorem, releases that it covers, run, assumptions.
 
         Raises:
             ValueError: No step was taken.
@@ -558,7 +524,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         return hsa.compare(events, delta, self.accountant.neighboring_relation)
 
     def would_gain(self, delta: float = 1e-5, *, epochs: int | None = None) -> hsa.Gain:
-        """Whether hiding the iterates of the current run gains anything, before it is trained.
+        """Tells whether hiding the iterates of the current run gains anything, before it is
+        trained.
 
         Args:
             delta: Where epsilon is read, in (0, 1).
@@ -572,7 +539,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         Raises:
             TypeError: The run has a mechanism of which every step counts.
             UnsupportedRunError: There is no run.
-            ValueError: Its length is not known.
+            ValueError: Nothing says how long it is.
         """
         run = self._current()
         declared, optimizer = run.declared, run.optimizer
@@ -601,7 +568,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             run.declared.group.tell(kind, text)
 
     def _hear(self, news: News) -> None:
-        """This, or another process since the step before, was told something."""
+        """Applies an event that this or another process was told since the step before."""
         kind, text = news
         if kind == "release":
             self._current().record.release()
@@ -618,10 +585,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def release(self) -> None:
         """Marks the current iterate as released; call it for every model that anybody sees.
 
-        Every iterate of a DiceSGD run is covered anyway: there it costs nothing. A run of DP-MBCD
-        that goes on after a release costs composition.
-        A number that is computed from the iterate and PUBLIC data (accuracy on a public test set)
-        is covered by the release of the iterate.
+        Every iterate of a DiceSGD run is covered anyway. A number that is computed from the iterate
+        and PUBLIC data (accuracy on a public test set) is covered by the release of the iterate.
 
         Raises:
             UnsupportedRunError: There is no run, or the model is not the iterate that was
@@ -633,16 +598,15 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     @contextlib.contextmanager
     def evaluate_on_private_data(self, *, stays_private: bool = False) -> Iterator[None]:
-        """For a look at the private records in the middle of training; eval() and no_grad() inside.
+        """Looks at the private records in the middle of training; eval() and no_grad() inside.
 
         A number that is computed from an iterate AND the private records (training loss, accuracy
         on the training data) is a further query of the records. No theorem here covers it.
 
         Args:
-            stays_private: True says that nobody but you sees the number and that it influences
+            stays_private: True declares that nobody but you sees the number and that it influences
                 nothing: not the number of steps, a schedule, which model is released or whether.
-                That becomes a listed assumption. False (also by default): from then on no epsilon
-                is given for this engine.
+                False: from then on no epsilon is given for this engine.
 
         Raises:
             UnsupportedRunError: There is no run.
@@ -687,7 +651,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         checkpoint_dict: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Opacus' save_checkpoint with what the run needs to go on; loads with weights_only=True.
+        """Saves what the run needs to go on, as Opacus does; loads with weights_only=True.
 
         Of several processes the first one writes the file; it may be called there only.
 
@@ -697,11 +661,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             optimizer: The private optimizer (the default).
             stays_private: False counts the checkpoint as a release of the current iterate. True
                 says that nobody else ever sees the file, which becomes a listed assumption.
-            include_private_state: Also stores the secret order of the records, without which
+            include_private_state: True stores the secret order of the records, without which
                 "shuffled_once" never and "reshuffled" not in the middle of an epoch can go on; and
-                the error of a DiceSGD run, which cannot go on without it. Needs stays_private=True:
-                whoever reads the file knows which steps used a record, and the error is data of
-                the records without noise.
+                the error of a DiceSGD run, which cannot go on without it. Needs stays_private=True.
             lr_scheduler: A learning-rate scheduler to store.
             checkpoint_dict: Your own entries; not changed.
             **kwargs: noise_scheduler, grad_clip_scheduler, module_state_dict_kwargs,
@@ -726,7 +688,14 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 self._tell("assume", _PRIVATE_CHECKPOINTS)
             else:
                 self.release()
-                _log_release(run)
+                if run.num_steps and run.optimizer.hides_iterates:
+                    _logger.warning(
+                        "The checkpoint after step %d counts as a release. If this was the last "
+                        "step, that costs nothing; if the run goes on, its epsilon grows, because "
+                        "it covers this model and the last one. stays_private=True avoids it for a "
+                        "file that nobody else sees.",
+                        run.num_steps,
+                    )
             module, optimizer = module or run.modules[-1], optimizer or run.optimizer
             own[SECTION] = run.state_dict(include_private=include_private_state)
         if lr_scheduler is not None:
@@ -763,9 +732,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             noise_scheduler: Opacus' scheduler to restore.
             grad_clip_scheduler: Opacus' scheduler to restore.
             lr_scheduler: A learning-rate scheduler to restore.
-            discard_later_steps: Says that nothing computed by steps after the checkpoint was shown
-                to anybody. Needed where this process took such steps; never enough where it
-                released one of them. Steps of other processes cannot be seen: a listed assumption.
+            discard_later_steps: True declares that nothing computed by steps after the checkpoint
+                was shown to anybody. Needed where this process took such steps; never enough where
+                it released one of them.
             module_load_dict_kwargs: Options of module.load_state_dict.
             torch_load_kwargs: Options of torch.load.
 
@@ -787,7 +756,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
         def load() -> dict[str, Any]:
             self._check_module(module)
-            checkpoint = self._checked(torch.load(path, **options), discard_later_steps)
+            checkpoint: dict[str, Any] = torch.load(path, **options)
+            self._check_checkpoint(checkpoint, discard_later_steps)
             self._restore(checkpoint, module, stateful, module_load_dict_kwargs or {})
             return checkpoint
 
@@ -800,8 +770,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             run.close(f"The processes did not load one checkpoint: {error}")
             raise
 
-    def _checked(self, checkpoint: dict[str, Any], discard_later_steps: bool) -> dict[str, Any]:
-        """A checkpoint that the current run can go on from; nothing is changed."""
+    def _check_checkpoint(self, checkpoint: dict[str, Any], discard_later_steps: bool) -> None:
+        """Raises ValueError or UnsupportedRunError if the run cannot go on from a checkpoint."""
         if len(self.accountant):
             raise ValueError(
                 f"Expected to load into a run without steps, got one with {len(self.accountant)}: "
@@ -812,7 +782,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             self._run.check_state(checkpoint, discard_later_steps)
         elif SECTION in checkpoint:
             check_later_steps(checkpoint[SECTION], discard_later_steps)
-        return checkpoint
 
     def _restore(
         self,
@@ -849,17 +818,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         )
 
 
-def _alone(prepare: Callable[[], Any], fields: Any = None) -> Any:
-    """Calls `prepare`: the place of `ProcessGroup.agreed` in a single process."""
-    return prepare()
-
-
 def _with_optimizer_class(arguments: RunArguments) -> RunArguments:
-    """The arguments of a run, with its private optimizer and the options of its mechanism.
-
-    Raises:
-        TypeError: The mechanism is something else.
-        UnsupportedRunError: The engine does not know the optimizer.
+    """Returns the arguments with private optimizer and options, or raises for those not
+    known here.
     """
     mechanism, made = arguments.mechanism, arguments.optimizer_class
     if mechanism is not None:
@@ -885,15 +846,3 @@ def _with_optimizer_class(arguments: RunArguments) -> RunArguments:
     if mechanism is None and made.options is not None:
         mechanism = made.options()
     return attrs.evolve(arguments, mechanism=mechanism, optimizer_class=made)
-
-
-def _log_release(run: TrainingRun) -> None:
-    """Says what a public checkpoint costs, where it costs anything."""
-    record, hides_iterates = run.record, run.optimizer.hides_iterates
-    if record.num_steps and hides_iterates:
-        _logger.warning(
-            "The checkpoint after step %d counts as a release. If this was the last step, that "
-            "costs nothing; if the run goes on, its epsilon grows, because it covers this model "
-            "and the last one. stays_private=True avoids it for a file that nobody else sees.",
-            record.num_steps,
-        )

@@ -72,8 +72,8 @@ def fit_head(
         features: Shape (records, columns), floating point, on any device that has float64: of
             norm `feature_norm`, each record by itself. They are neither copied nor changed.
         targets: Class indices, shape (records,); numbers if `classes` is None.
-        epsilon: Of the target.
-        delta: Of the target.
+        epsilon: Target, met from below.
+        delta: Where epsilon is met.
         classes: Their number, at least 2; None for the squared error.
         target_bounds: (low, high) of the numbers, from public knowledge; longer ones are cut.
         feature_norm: The norm of every record.
@@ -81,10 +81,10 @@ def fit_head(
             of norm `feature_norm`; about as many as columns, or more. Nothing of them is protected.
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one without gradient) or
             REPLACE_ONE.
-        calibrate: Whether one temperature is released, with noise and accounted, so that the
-            softmax of the outputs is a probability (a public one where its noise exceeds its use).
-            The outputs are divided by it; the largest stays the largest.
-        verbose: Whether progress is printed.
+        calibrate: True to divide the outputs by one temperature, released with noise and
+            accounted, so that their softmax is a probability (a public temperature where its noise
+            exceeds its use).
+        verbose: True to print progress.
 
     Returns:
         The head, with `classes` outputs (1 for the squared error, in units of the targets), in the
@@ -96,9 +96,7 @@ def fit_head(
         UnsupportedRunError: A tensor is sparse, and nothing was trained; or a gradient was not
             finite, and the call counts as spent.
     """
-    _check_dense("features", features)
-    _check_dense("targets", targets)
-    _check_features(features)
+    _check_matrix("features", features)
     feature_norm = validate.real("feature_norm", feature_norm, above=0)
     target = Target.of(epsilon, delta, neighboring_relation)
     if classes is None:
@@ -187,12 +185,12 @@ class _Rows:
     """Features, each brought to its norm by itself, with a constant for the intercept.
 
     Attributes:
-        features: As they were passed.
-        means: Subtracted, float64.
-        whitening: Multiplied with after that, float64; None for the identity.
-        scales: What rows are multiplied with then, float64.
-        norm: Of a row then; rows of zeros stay.
-        constant: Appended.
+        features: Features as they were passed.
+        means: Subtracted mean, float64.
+        scales: Factors that rows are multiplied with then, float64.
+        norm: Norm of a row then; rows of zeros stay.
+        constant: Entry that is appended.
+        whitening: Matrix that is multiplied with before, float64; None for the identity.
     """
 
     features: Tensor
@@ -204,11 +202,7 @@ class _Rows:
 
     @classmethod
     def of(cls, features: Tensor, norm: float, constant: float) -> _Rows:
-        """Rows that are at their norm up to rounding.
-
-        Raises:
-            ValueError: One is not, or has entries that are not finite.
-        """
+        """Returns rows that are at their norm up to rounding; raises ValueError for others."""
         zeros = features.new_zeros(features.shape[1], dtype=torch.float64)
         rows = cls(features, zeros, zeros.new_ones(len(features)), norm, constant)
         norms = rows._lengths()
@@ -222,7 +216,7 @@ class _Rows:
         return attrs.evolve(rows, scales=_scales(norms, norm))
 
     def blocks(self) -> Iterator[tuple[slice, Tensor]]:
-        """The features in float64, in parts that fit into memory."""
+        """Yields the features in float64, in parts that fit into memory."""
         size = max(1, _BLOCK // self.features.shape[1])
         for first in range(0, len(self.features), size):
             index = slice(first, first + size)
@@ -236,10 +230,10 @@ class _Rows:
         return moved if self.whitening is None else moved @ self.whitening
 
     def centred(self, noise_multiplier: float, generator: OwnGenerator) -> _Rows:
-        """Rows from which a noisy mean is subtracted, again of the norm.
+        """Returns rows from which a noisy mean is subtracted, again of the norm.
 
-        Formal guarantees: `GaussianDpEvent(noise_multiplier)`, as for the estimators
-        (docs/sklearn.md): a row moves the sum by at most its norm.
+        Formal guarantees: `GaussianDpEvent(noise_multiplier)`: a row moves the sum by at most its
+            norm.
         """
         total = torch.zeros_like(self.means)
         for index, block in self.blocks():
@@ -250,13 +244,11 @@ class _Rows:
         return attrs.evolve(self, means=means)._rescaled()
 
     def whitened(self, std: float, generator: OwnGenerator) -> _Rows:
-        """Centred rows, whitened by a noisy sum of their moments where that pays, of the norm.
+        """Returns centred rows, whitened by a noisy sum of their moments where that pays, of the
+        norm.
 
-        Formal guarantees: those of `noisy_moment`; rows have norm 1 in the sum.
-
-        Args:
-            std: Of the noise in an entry.
-            generator: Of the noise.
+        Formal guarantees: those of `noisy_moment` with noise of this std; rows have norm 1 in the
+            sum.
         """
         columns = len(self.means)
         total = self.means.new_zeros((columns, columns))
@@ -271,7 +263,7 @@ class _Rows:
         return attrs.evolve(self, whitening=torch.from_numpy(found).to(total.device))._rescaled()
 
     def moved_like(self, others: _Rows) -> _Rows:
-        """Rows centred and whitened as others are."""
+        """Returns rows centred and whitened as others are."""
         return attrs.evolve(self, means=others.means, whitening=others.whitening)._rescaled()
 
     def _rescaled(self) -> _Rows:
@@ -280,7 +272,7 @@ class _Rows:
     def gradient_sum(
         self, loss: str, clip_norm: float, targets: Tensor, weights: np.ndarray
     ) -> np.ndarray:
-        """The sum of the clipped gradients, of the shape of the weights.
+        """Returns the sum of the clipped gradients, of the shape of the weights.
 
         In float64: rounding of a long sum in float32 moves it by more than a record may.
         """
@@ -302,25 +294,25 @@ class _Rows:
         return total.cpu().numpy()
 
     def _predictions(self, w: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """The blocks, with what is predicted for them."""
+        """Yields the blocks, with what is predicted for them."""
         slopes = self._unwhitened(w[:-1])  # once: of many columns it takes as long as all blocks
         for index, block in self.blocks():
             z = (block @ slopes - self.means @ slopes) * self.scales[index][:, None]
             yield index, block, z + self.constant * w[-1]
 
     def _unwhitened(self, slopes: Tensor) -> Tensor:
-        """Slopes on centred features, from those on whitened ones."""
+        """Returns slopes on centred features, from those on whitened ones."""
         return slopes if self.whitening is None else self.whitening @ slopes
 
     def clipped_losses(self, labels: Tensor, weights: np.ndarray) -> np.ndarray:
-        """What the temperature is found from."""
+        """Returns the sums that the temperature is found from."""
         w, found = torch.from_numpy(weights).to(self.means.device), np.zeros(4)
         for index, _, z in self._predictions(w):
             found += clipped_losses(z.cpu().numpy(), labels[index].long().cpu().numpy())
         return found
 
     def head(self, weights: np.ndarray, offset: float = 0.0) -> nn.Linear:
-        """The layer on features as they were passed.
+        """Returns the layer on features as they were passed.
 
         Centred rows were brought to the norm one by one. A layer cannot do that: it divides by the
         root of their mean square, which is public once the mean is; whitening keeps that.
@@ -342,15 +334,14 @@ class _Rows:
 
 
 def _scales(norms: Tensor, norm: float) -> Tensor:
-    """What rows are multiplied with to have the norm; rows of zeros stay."""
+    """Returns what rows are multiplied with to have the norm; rows of zeros stay."""
     return torch.where(norms > _SHORTEST, norm / norms.clamp(min=_SHORTEST), 0.0)
 
 
 def _public_rows(public: Any, features: Tensor, feature_norm: float) -> _Rows | None:
     if public is None:
         return None
-    _check_dense("public_features", public)
-    _check_features(public)
+    _check_matrix("public_features", public)
     if public.shape[1] != features.shape[1]:
         raise ValueError(
             f"Expected public_features of {features.shape[1]} columns, as the features have, got "
@@ -364,8 +355,8 @@ def _public_rows(public: Any, features: Tensor, feature_norm: float) -> _Rows | 
     return _Rows.of(public.detach().to(features.device), feature_norm, 0.0)
 
 
-def _check_dense(name: str, tensor: Any) -> None:
-    if isinstance(tensor, Tensor) and tensor.layout is not torch.strided:
+def _check_dense(name: str, tensor: Tensor) -> None:
+    if tensor.layout is not torch.strided:
         raise UnsupportedRunError(
             f"Expected dense {name}, got a tensor of layout {tensor.layout}. Pass "
             f"{name}.to_dense(), or fit hidden_state_adapters.sklearn.PrivateClassifier, which "
@@ -373,18 +364,20 @@ def _check_dense(name: str, tensor: Any) -> None:
         )
 
 
-def _check_features(features: Tensor) -> None:
+def _check_matrix(name: str, features: Any) -> None:
     if not isinstance(features, Tensor) or not features.is_floating_point():
-        raise TypeError(f"Expected features as a floating point tensor, got {_kind(features)}.")
+        raise TypeError(f"Expected {name} as a floating point tensor, got {_kind(features)}.")
+    _check_dense(name, features)
     if features.dim() != 2 or len(features) < 2 or not features.shape[1]:
         raise ValueError(
-            f"Expected features of shape (records, columns), got {tuple(features.shape)}."
+            f"Expected {name} of shape (records, columns), got {tuple(features.shape)}."
         )
 
 
 def _of_every_record(targets: Tensor, features: Tensor) -> Tensor:
     if not isinstance(targets, Tensor):
         raise TypeError(f"Expected targets as a tensor, got {_kind(targets)}.")
+    _check_dense("targets", targets)
     if targets.shape != features.shape[:1]:
         raise ValueError(
             f"Expected targets of shape ({len(features)},), got {tuple(targets.shape)}."
@@ -423,8 +416,7 @@ def _scale(bounds: Any) -> tuple[float, float]:
 
 
 def _numbers(targets: Tensor, features: Tensor, middle: float, half: float) -> Tensor:
-    scaled = (_of_every_record(targets, features).double() - middle) / half
-    return scaled.clamp(-1.0, 1.0)
+    return ((_of_every_record(targets, features).double() - middle) / half).clamp(-1.0, 1.0)
 
 
 def _kind(value: Any) -> str:

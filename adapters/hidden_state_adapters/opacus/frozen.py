@@ -28,21 +28,14 @@ _NAMED = 4  # modules in a line of the log
 
 
 class FrozenPart:
-    """Keeps in eval() mode what is not trained.
+    """Keeps in eval() mode what is not trained, whatever model.train() says.
 
-    In train() mode batch normalisation mixes the records of a batch and writes them into its
-    statistics, and dropout draws another feature map in every step. A loop that calls
-    model.train() switches the frozen part as well; `hold` switches it back before every training
-    pass. Batch normalisation then uses the statistics that it has, which stay as they are.
+    In train() mode batch normalisation mixes the records of a batch, and dropout draws another
+    feature map in every step. `hold` switches back before every training pass.
 
     Frozen is every module with parameters of which none is trained, with all that is inside it; of
     a model whose loss geometry was derived from its linear head everything before the head. Where
     every step counts only its layers with running statistics are kept: others draw as in Opacus.
-
-    Args:
-        module: The module itself, not Opacus' wrapper.
-        head: The linear head, or None.
-        is_composed: True if every step counts.
     """
 
     def __init__(
@@ -64,9 +57,6 @@ class FrozenPart:
 
         What is frozen will not, if it has statistics to use instead. Layers that were fine are
         looked at again if one of them is in train() mode, or `modules` is another tuple.
-
-        Args:
-            modules: Names and modules of a model, as `ModelParts` finds them.
         """
         if modules is self._checked_in and not any(map(_IN_TRAINING, self._checked)):
             return
@@ -87,11 +77,7 @@ class FrozenPart:
         self._checked, self._checked_in = [part for _, part in found], modules
 
     def hold(self, *, tells: bool = False) -> None:
-        """Switches the frozen part to eval() mode.
-
-        Args:
-            tells: True to log what was in another mode.
-        """
+        """Switches the frozen part to eval() mode; `tells` logs what was in another mode."""
         if not any(map(_IN_TRAINING, self._parts)):
             return
         switched = [part for part in self._parts if part.training]
@@ -128,11 +114,9 @@ def _is_stateless(part: nn.Module) -> bool:
 def refuse_packed_sequences(module: nn.Module) -> None:
     """Hangs a check on Opacus' recurrent layers that train, once, for good.
 
-    A sequence is packed longest first, and the rows of per-example gradients of a recurrent layer
-    stay in that order, those of all other layers in the order of the batch. A row is then the
-    gradient of two records, and which two they are changes with the length of a third one: no clip
-    bounds what one record does. So it is in Opacus 1.6. Sequences that the model itself sorted are
-    not told apart from others, so that all are refused.
+    The rows of per-example gradients of a packed batch stay in the order in which it was packed,
+    longest first (Opacus 1.6), those of all other layers in that of the batch: no clip bounds what
+    one record does. Sequences that the model itself sorted are not told apart from others.
     """
     for layer in module.modules():
         is_trained = any(p.requires_grad for p in layer.parameters())

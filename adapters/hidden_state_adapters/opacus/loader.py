@@ -27,10 +27,7 @@ _AT_ONCE = 2  # the batch of the step, and one that is fetched ahead
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """Yields the leaves of nested lists, tuples and mappings (a BatchEncoding is one).
-
-    Other objects are not looked into.
-    """
+    """Yields the leaves of nested lists, tuples and mappings; other objects are not looked into."""
     if isinstance(value, Mapping | list | tuple):
         for part in value.values() if isinstance(value, Mapping) else value:
             yield from leaves_of(part)
@@ -39,17 +36,14 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors among `leaves_of`."""
+    """Yields the tensors among `leaves_of`."""
     return (leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
 
 
 @attrs.frozen(eq=False)
 class Delivery:
-    """A batch that the loader handed to the loop.
-
-    Attributes:
-        index: Number of the batch, as the record of the run counts it.
-        tensors: What it consists of; no copies.
+    """A batch that the loader handed to the loop: its index in the record of the run, its
+    tensors.
     """
 
     index: int
@@ -72,8 +66,8 @@ class _Pass:
     """One iterator over the loader.
 
     Attributes:
-        begun_at: The steps that were taken when it began.
-        waiting: What it handed over and no step used.
+        begun_at: Number of steps that were taken when it began.
+        waiting: Batches that it handed over and no step used.
         is_over: True if it deals nothing any more.
         is_exhausted: True if that is because it came to its end.
     """
@@ -90,19 +84,18 @@ class BatchCursor:
     """The batch that the loop is working on; written by the loader, read by the optimizer.
 
     Every iterator over the loader starts at the batch of the next step, and a batch is the same
-    whenever it is dealt. So a loop may look at batches, leave an epoch early (the next pass goes on
-    with the next batch), or fetch one batch ahead of its steps: `take` finds the batch whose turn
-    it is among those that were handed over. Where a newer one was handed over, too, the loop may
-    have used that; `was_fetched_ahead` tells whoever sees the training passes to compare.
+    whenever it is dealt. So a loop may look at batches, leave an epoch early, or fetch one batch
+    ahead of its steps: `take` finds the batch whose turn it is among those that were handed over.
+    Where a newer one was handed over, too, the loop may have used that; `was_fetched_ahead` tells
+    whoever sees the training passes to compare.
 
     Opacus' BatchMemoryManager builds a loader of its own around the batch sampler and announces
-    every physical piece with `signal` when the sampler is asked for it. Announcements queue up, as
-    many as its workers prefetch.
+    every physical piece with `signal`. Announcements queue up, as many as its workers prefetch.
 
     Attributes:
-        steps_taken: The logical steps of the run.
-        latest: The iterator that started last.
-        taken: The batch of the latest `take`; None for a piece, and where nothing was delivered.
+        steps_taken: Number of logical steps of the run.
+        latest: Iterator that started last.
+        taken: Batch of the latest `take`; None for a piece, and where nothing was delivered.
         was_fetched_ahead: True if the loop may have used another batch than `taken`.
 
     Args:
@@ -141,8 +134,7 @@ class BatchCursor:
     def batches_left(self) -> int:
         """The batches of a pass that starts now: the rest of an epoch that was left early.
 
-        Batches that are drawn for every step have no epochs; only a run that goes on from a
-        checkpoint ends its pass where it would have ended.
+        Batches that are drawn for every step have no epochs, but where a checkpoint goes on.
         """
         begun = self._first_batch if self._counts_steps else self.expected_index
         return self._num_batches - begun
@@ -197,7 +189,7 @@ class BatchCursor:
         return bool(self._pieces) and self._pieces[0][1]
 
     def take(self) -> tuple[int | None, bool]:
-        """Consumes the next piece: the index of its batch, and whether more pieces follow.
+        """Consumes the next piece: returns the index of its batch, and whether more pieces follow.
 
         The index is None if the batch whose turn it is was not delivered.
 
@@ -258,10 +250,6 @@ class OrderedBatchSampler(BatchSampler):
     """Yields the batches of a plan, from the step that the run has come to.
 
     A BatchSampler, so that Opacus' BatchMemoryManager splits its batches and knows its length.
-
-    Args:
-        plan: The batches.
-        cursor: Told about every batch.
     """
 
     def __init__(self, plan: BatchPlan, cursor: BatchCursor):
@@ -290,13 +278,7 @@ class OrderedBatchSampler(BatchSampler):
 
 
 class OrderedDataLoader(DataLoader):
-    """A DataLoader that tells the cursor which batch it hands over, when it hands it over.
-
-    Workers fetch batches in advance; the cursor moves in the main process, on yield.
-
-    Attributes:
-        rows: Reads a batch at once, not record by record; None where that makes a difference.
-    """
+    """A DataLoader that tells the cursor, in the main process, which batch it hands over."""
 
     batch_sampler: OrderedBatchSampler
     rows: _Rows | None = None
@@ -333,7 +315,7 @@ class OrderedDataLoader(DataLoader):
 def private_loader(
     data_loader: DataLoader, plan: BatchPlan, cursor: BatchCursor, *, batch_first: bool = True
 ) -> OrderedDataLoader:
-    """A loader of the same data set by `plan`, with the user's workers and collate_fn."""
+    """Returns a loader of the same data set by `plan`, with the user's workers and collate_fn."""
     made = OrderedDataLoader(
         data_loader.dataset,
         batch_sampler=OrderedBatchSampler(plan, cursor),
@@ -354,16 +336,15 @@ def private_loader(
 
 
 def plain_collate(data_loader: DataLoader) -> Any:
-    """The user's collate_fn, without Opacus' wrapper for empty batches."""
+    """Returns the user's collate_fn, without Opacus' wrapper for empty batches."""
     collate = data_loader.collate_fn
     return collate.wrapped_collator_fn if isinstance(collate, CollateFnWithEmpty) else collate
 
 
 def _collate(data_loader: DataLoader, plan: BatchPlan, batch_first: bool) -> Any:
-    """The user's collate_fn; for batches that may be empty Opacus' wrapper, which knows the form.
+    """Returns the user's collate_fn; for batches that may be empty in Opacus' wrapper.
 
-    The wrapper learns the form from the first batch that it sees, in every worker: it sees one
-    record right here.
+    The wrapper learns the form from the first batch that it sees, in every worker: one record here.
     """
     collate = data_loader.collate_fn
     if plan.order not in OF_RANDOM_SIZE or isinstance(collate, CollateFnWithEmpty):
@@ -376,12 +357,7 @@ def _collate(data_loader: DataLoader, plan: BatchPlan, batch_first: bool) -> Any
 class _Rows(Dataset):
     """The rows of a TensorDataset, or of a Subset of one, which torch asks for whole batches.
 
-    A record is a row of its tensors, and default_collate stacks the rows again: with 256 records
-    per batch that takes longer than a step of a linear model.
-
-    Args:
-        tensors: Tensors of the data set.
-        places: Places of the records among the rows; None for all of them.
+    default_collate stacks rows one by one: for 256 records that takes longer than a step.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], places: np.ndarray | None):
@@ -389,7 +365,9 @@ class _Rows(Dataset):
 
     @classmethod
     def of(cls, dataset: Any) -> _Rows | None:
-        """None unless the records are the rows of ordinary tensors, as torch's class deals them."""
+        """Returns None unless the records are the rows of ordinary tensors, as torch's class deals
+        them.
+        """
         places: np.ndarray | None = None
         while type(dataset) is Subset:
             own = np.asarray(dataset.indices)
@@ -407,7 +385,7 @@ class _Rows(Dataset):
         return cls(dataset.tensors, None if places is None else places % len(dataset))
 
     def norms(self) -> np.ndarray:
-        """The norm of the first tensor of every record."""
+        """Returns the norm of the first tensor of every record."""
         first = self._tensors[0].detach().reshape(len(self._tensors[0]), -1)
         found = torch.linalg.vector_norm(first.float(), dim=1).cpu().numpy()
         return found if self._places is None else found[self._places]

@@ -36,17 +36,10 @@ _PLACE = slice(24, 24 + 8 * _WORDS)  # of the words in the bytes of torch's stat
 class OwnGenerator(torch.Generator):
     """A torch.Generator whose state the operating system draws, once, and nobody knows.
 
-    Who knows the state, or sets it to what it was, knows the noise or repeats it. So the generator
-    can be neither seeded, read, copied nor pickled.
-
-    On a CPU all 19937 bits of the Mersenne Twister are drawn: `manual_seed` reads 32 bits of a seed
-    there, and so few can all be tried. On a CUDA device Philox gets a seed of 64 bits, the most
-    that it takes, and an offset of 60 bits (in multiples of 4, as it wants them). On any other
-    device the seed has the 64 bits that `manual_seed` takes. None of them is cryptographic:
-    `secure_mode` is.
-
-    Args:
-        device: Any device for which torch makes generators.
+    It can be neither seeded, read, copied nor pickled: noise that is known or repeated protects
+    nobody. On a CPU all 19937 bits of the Mersenne Twister are drawn, of which `manual_seed` would
+    read 32; on a CUDA device Philox gets a seed of 64 bits and an offset of 60; elsewhere the
+    seed has 64 bits. None of them is cryptographic: `secure_mode` is.
     """
 
     def __init__(self, device: torch.device):
@@ -89,8 +82,8 @@ def check_noise_source(
     """Checks, before a run starts, that its noise can be drawn.
 
     Args:
-        params: The trainable parameters.
-        generator: What the user passed, or None.
+        params: Trainable parameters.
+        generator: Generator of the user, or None.
         is_secure: True for the generator of torchcsprng, which serves all devices.
 
     Raises:

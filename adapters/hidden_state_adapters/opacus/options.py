@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
 import attrs
 import torch
@@ -23,31 +23,6 @@ from hidden_state_adapters.opacus.step_maps import StepMap, maps_after
 from hidden_state_adapters.opacus.update_rules import WHY_NOT_ADAPTIVE, refuse_per_layer
 
 _OF_HIDDEN_ITERATES = ("loss_geometry", "feature_norm", "after", "schedule")
-
-
-class RunOptions(TypedDict, total=False):
-    """Options of `make_private` beside its required arguments (for type checkers)."""
-
-    batch_order: BatchOrder | Batches | str | None
-    criterion: Any
-    feature_norm: float | None
-    loss_geometry: LossGeometry | str | None
-    targets: Any
-    loop_maps_records: bool
-    schedule: Any
-    num_steps: int | None
-    after: Any
-    mechanism: Any
-    optimizer_class: type | None
-    distributed: bool | None
-    poisson_sampling: bool | None
-    batch_first: bool
-    clipping: str
-    grad_sample_mode: str
-    loss_reduction: str
-    noise_generator: torch.Generator | None
-    rand_on_empty: bool
-    wrap_model: bool
 
 
 def _batches(order: Any) -> Batches:
@@ -123,10 +98,7 @@ class RunArguments:
         return cls(**own)
 
     def with_clip_norm(self, loss: LossGeometry | None) -> RunArguments:
-        """The arguments, with the clip norm that max_grad_norm="auto" stands for.
-
-        Args:
-            loss: The geometry of the run's loss.
+        """Returns the arguments with the clip norm that max_grad_norm="auto" stands for.
 
         Raises:
             ValueError: Nothing is known of the gradients; or it is another word.

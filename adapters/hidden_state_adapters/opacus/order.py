@@ -89,15 +89,8 @@ class Batches:
         self._check_seed()
 
     def _check_seed(self) -> None:
-        """Refuses a seed where it would give away an order that has to stay secret.
-
-        Whoever knows the seed knows the order. SHUFFLED_ONCE is then a fixed order and accounted
-        as CYCLIC. The others then have a known place of every record in every epoch or step; no
-        bound here is about such runs, and composition over all of them is no better than CYCLIC.
-        """
+        """Refuses a seed where it would give away an order that has to stay secret."""
         order, seed, is_secret = self.order, self.seed, self.seed_is_secret
-        if not isinstance(is_secret, bool):
-            raise TypeError(f"Expected seed_is_secret to be True or False, got {is_secret!r}.")
         if self.max_batch_size is not None and order not in OF_RANDOM_SIZE:
             raise ValueError(
                 f'Expected max_batch_size = None with batch_order="{order.value}", got '
@@ -111,10 +104,8 @@ class Batches:
                     "drawn without a seed is secret anyway. Leave it out."
                 )
             return
-        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-            raise TypeError(f"Expected seed to be an integer or None, got {type(seed).__name__}.")
-        if seed < 0:
-            raise ValueError("Expected seed >= 0, got a negative number.")
+        if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
+            raise ValueError("Expected seed to be an integer >= 0 or None, got another value.")
         if order in (BatchOrder.CYCLIC, BatchOrder.FULL):
             raise ValueError(
                 f'Expected seed = None with batch_order="{order.value}", which draws nothing. Use '
@@ -133,18 +124,17 @@ class Batches:
 def plan_batches(
     data_loader: DataLoader, batches: Batches, *, secret: bytes | None = None
 ) -> BatchPlan:
-    """The batches of a run over the records and with the batch size that `data_loader` asks for.
+    """Returns the batches of a run over the records that the user's loader asks for.
+
+    CYCLIC takes its batch size and order; FULL puts every record into one batch; POISSON takes its
+    records and, unless `batches` has constants, its number of batches; all others take its batch
+    size and records. The order of the plan is the one to account: CYCLIC for SHUFFLED_ONCE with a
+    public seed.
 
     Args:
-        data_loader: The user's loader. CYCLIC takes its batch size and order; FULL puts every
-            record into one batch, whatever the batch size; POISSON takes its records and, unless
-            `batches` has constants, its number of batches; all others take its batch size and
-            records and draw the order themselves.
+        data_loader: The user's loader.
         batches: Batch order with its options.
         secret: What several processes draw the same order from, where there is no seed.
-
-    Returns:
-        The plan. Its `order` is the one to account: CYCLIC for SHUFFLED_ONCE with a public seed.
 
     Raises:
         UnsupportedRunError: The loader samples, streams or repeats records, shuffles where the
@@ -183,12 +173,8 @@ def plan_batches(
 
 
 def default_order(data_loader: DataLoader, poisson_sampling: bool | None) -> BatchOrder:
-    """The order of the batches where `make_private` is told none: that of Opacus' own engine.
-
-    Args:
-        data_loader: The user's loader.
-        poisson_sampling: Argument of Opacus, which takes True where nothing is said. False leaves
-            the batches to the loader.
+    """Returns the order where `make_private` is told none: that of Opacus' engine, or the
+    loader's.
     """
     if poisson_sampling is not False:
         return BatchOrder.POISSON
@@ -218,7 +204,8 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
         )
     if type(batches) is not BatchSampler:
         raise UnsupportedRunError(
-            f"Expected a DataLoader with a batch_size, got batch_sampler={_name(batches)}, whose "
+            f"Expected a DataLoader with a batch_size, got batch_sampler="
+            f"{type(batches).__name__}, whose "
             f"batches may overlap or vary in size. {_FIXED_ORDER}"
         )
     sampler = batches.sampler
@@ -240,8 +227,7 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
         return range(size)
     indices = sampler.indices if type(sampler) is SubsetRandomSampler else sampler
     if isinstance(indices, list | tuple | range) or indices is not sampler:
-        name = "the sampler" if indices is sampler else "SubsetRandomSampler"
-        _refuse_repeated_indices(indices, data_loader.dataset, name)
+        _refuse_repeated_indices(indices, data_loader.dataset, "the sampler")
         return indices if isinstance(indices, range) else tuple(int(index) for index in indices)
     shuffles = "a sampler may repeat, leave out or reorder records"
     if isinstance(sampler, DistributedSampler):
@@ -250,7 +236,8 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
             "gives every process its part of every batch"
         )
     raise UnsupportedRunError(
-        f"Expected records in the fixed order of the data set, got sampler={_name(sampler)}: "
+        f"Expected records in the fixed order of the data set, got sampler="
+        f"{type(sampler).__name__}: "
         f"{shuffles}. {_FIXED_ORDER}"
     )
 
@@ -266,40 +253,32 @@ def refuse_repeated_records(dataset: Any) -> None:
         if _has_repeated_records(dataset):
             raise UnsupportedRunError(
                 "Expected every record once per epoch, got a ConcatDataset that holds a record "
-                "twice (the same data set, the same tensors behind two, or subsets or slices that "
-                "overlap): one person would count once but act twice. Remove the copy."
+                "twice (the same data set, the same tensors behind two, or subsets that overlap): "
+                "one person would count once but act twice. Remove the copy."
             )
 
 
 def _has_repeated_records(dataset: ConcatDataset) -> bool:
-    """Tells whether parts share a record: an element of a data set, or rows in memory."""
+    """Tells whether parts share an element of a data set, or of the same tensors."""
     found: dict[Hashable, list[np.ndarray]] = {}
-    for part in dataset.datasets:
-        for source, places in _places(part):
-            found.setdefault(source, []).append(places)
-    return any(
-        len(np.unique(np.concatenate(groups), axis=0)) < sum(map(len, groups))
-        for groups in found.values()
-        if len(groups) > 1
-    )
+    for source, places in _places(dataset, np.arange(len(dataset))):
+        found.setdefault(source, []).append(places)
+    return any(len(np.unique(np.concatenate(p))) < sum(map(len, p)) for p in found.values())
 
 
-def _places(dataset: Any) -> Iterator[tuple[Hashable, np.ndarray]]:
-    """Yields sources of records, and a row of integers for each record: its place in the source."""
-    if isinstance(dataset, ConcatDataset):
-        for part in dataset.datasets:
-            yield from _places(part)
+def _places(dataset: Any, indices: np.ndarray) -> Iterator[tuple[Hashable, np.ndarray]]:
+    """Yields sources of records, and the places in them of those at `indices`."""
+    if isinstance(dataset, Subset):
+        own = _from_the_start(np.asarray(dataset.indices)[indices], dataset.dataset)
+        yield from _places(dataset.dataset, own)
+    elif isinstance(dataset, ConcatDataset):
+        ends = [0, *dataset.cumulative_sizes]
+        for part, start, end in zip(dataset.datasets, ends, ends[1:], strict=False):
+            yield from _places(part, indices[(start <= indices) & (indices < end)] - start)
+    elif isinstance(dataset, TensorDataset):
+        yield tuple(tensor.data_ptr() for tensor in dataset.tensors), indices
     else:
-        indices: Any = np.arange(len(dataset))
-        while isinstance(dataset, Subset):
-            indices = _from_the_start(np.asarray(dataset.indices)[indices], dataset.dataset)
-            dataset = dataset.dataset
-        if not isinstance(dataset, TensorDataset):
-            yield id(dataset), indices[:, None]
-            return
-        rows = [t.storage_offset() + indices * t.stride(0) for t in dataset.tensors]
-        storages = tuple(tensor.untyped_storage().data_ptr() for tensor in dataset.tensors)
-        yield storages, np.stack(rows, axis=1)
+        yield id(dataset), indices
 
 
 def _from_the_start(indices: Sequence[int], dataset: Any) -> np.ndarray:
@@ -318,10 +297,6 @@ def _refuse_repeated_indices(indices: Sequence[int], dataset: Any, where: str) -
         )
 
 
-def _name(sampler: Any) -> str:
-    return type(sampler).__name__
-
-
 # Loaders that somebody else made
 
 
@@ -334,9 +309,9 @@ class LoaderReading:
         dataset_size: n, the records that it deals.
         batch_size: b; for POISSON what make_private divides by: n / num_batches, rounded down.
         num_batches: Batches of one pass.
-        sampling_rate: The probability with which a record joins a POISSON batch, which is a little
-            more than the rate that the sampler was given (see `drawn_rate`); else None.
-        sampler: Deals the batches.
+        sampling_rate: Probability with which a record joins a POISSON batch (`drawn_rate`), or
+            None.
+        sampler: Sampler of the batches.
     """
 
     order: BatchOrder
@@ -373,7 +348,7 @@ class LoaderReading:
 
 
 def poisson_rate(data_loader: Any) -> float:
-    """The rate of Poisson batches, of which one batch of all records is one; inf for others."""
+    """Returns the rate of Poisson batches, of which one of all records is one; inf for others."""
     try:
         reading = read_loader(data_loader)
     except UnsupportedRunError:
@@ -391,10 +366,6 @@ def draws_from_shares(data_loader: Any) -> bool:
 
 def read_loader(data_loader: Any) -> LoaderReading:
     """Reads the batches of a torch DataLoader or of Opacus' DPDataLoader.
-
-    Args:
-        data_loader: With torch's sampler of batches over a sampler that is fixed or
-            RandomSampler, or with one of Opacus' Poisson samplers.
 
     Raises:
         UnsupportedRunError: It is another loader, which cannot be read, or it deals batches that
@@ -416,11 +387,10 @@ def read_loader(data_loader: Any) -> LoaderReading:
 
 
 def drawn_rate(rate: float, dtype: torch.dtype = torch.float32) -> float:
-    """The probability that `torch.rand(..., dtype=dtype) < rate`, which is how Opacus samples.
+    """Returns the probability that `torch.rand(..., dtype=dtype) < rate`, as Opacus samples.
 
     torch draws multiples of 2**-24 in float32 (of 2**-53 in float64) and compares them with `rate`
-    in that precision, so that a record joins a batch with the rate rounded up: by 5e-6 of it at
-    0.01, by 1.4e-3 at 1e-5.
+    in that precision, so that a record joins with the rate rounded up: by 1.4e-3 of it at 1e-5.
     """
     numbers = 2 / torch.finfo(dtype).eps
     return min(1.0, math.ceil(float(torch.tensor(rate, dtype=dtype)) * numbers) / numbers)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 import torch
@@ -21,7 +22,7 @@ from hidden_state_adapters.opacus.loader import tensors_of
 WRAPPERS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParallel)
 """Opacus' wrapper for several processes, and torch's."""
 _T = TypeVar("_T")
-_SECRET_BYTES, _NAME_BYTES = 32, 16
+_SECRET_BYTES = 32
 
 News = tuple[str, str]
 """An event that one process was told of: a kind and a text."""
@@ -31,29 +32,16 @@ class AgreedError(UnsupportedRunError):
     """An error that ended a step in all processes, with the same text; nobody has to be told."""
 
 
-@attrs.frozen
-class Totals:
-    """Figures of a whole batch, or of the part of a process: data that no text shows.
+class Totals(NamedTuple):
+    """Number of records of a whole batch, and the largest norm of their gradients."""
 
-    Attributes:
-        rows: Number of records.
-        largest_norm: Largest norm of their gradients.
-    """
-
-    rows: int = attrs.field(repr=False)
-    largest_norm: float = attrs.field(repr=False)
+    rows: int
+    largest_norm: float
 
 
-@attrs.frozen(kw_only=True)
-class _Vote:
-    """The part of one process in the vote of a step.
-
-    Attributes:
-        settings: All that has to be the same, in words.
-        totals: Figures of its part of the batch.
-        refusal: Reason why it takes no step, or "".
-        is_admitted: False if the run allows no step at all.
-        news: Events since the step before.
+class _Vote(NamedTuple):
+    """The part of one process in the vote of a step; not admitted where the run allows no step at
+    all.
     """
 
     settings: str = ""
@@ -68,22 +56,20 @@ class ProcessGroup:
 
     Every logical step has one vote, on the host: each process says whether its checks let the step
     pass, with which settings, and what it was told since the step before. One that refuses ends the
-    step, and the run, in all of them, with the same text. Then sums are added up. Both have process
-    groups of their own, so that nothing that the training loop sends can get between; a process
-    that ended, or does not answer within the timeout of `torch.distributed.init_process_group`, is
-    an error in all others.
+    run in all of them, with the same text. Then sums are added up. Both have process groups of
+    their own, between which the loop cannot get. A process that ended, or does not answer within
+    the timeout of `torch.distributed.init_process_group`, is an error in all others.
 
     Attributes:
         rank: Number of this process.
         size: Number of processes.
         share: Part of every batch that this process uses.
-        heard: Called with the news of another process.
+        heard: Function that is called with the news of another process.
         secret: Random bytes that process 0 drew from the operating system for the run at hand.
         run_id: Name of the run.
     """
 
-    secret: bytes = b""
-    run_id = ""
+    secret, run_id = b"", ""
 
     def __init__(self) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
@@ -102,11 +88,7 @@ class ProcessGroup:
 
     @property
     def draws_noise(self) -> bool:
-        """True if the noise of the run is drawn here: by process 0, once.
-
-        Shares of 1/sqrt(W) from each process would add up to the same noise only if no two of them
-        came from equal generators; noise that is drawn once is that of one process.
-        """
+        """True in process 0, which draws the noise of the run, once."""
         return self.rank == 0
 
     @property
@@ -123,15 +105,10 @@ class ProcessGroup:
             ),
         )
 
-    # Before the run
-
     def start_run(self) -> None:
-        """Draws the secret and the name of a run; no news of an earlier one are told."""
-        drawn = list(secrets.token_bytes(_SECRET_BYTES + _NAME_BYTES))
-        told = torch.tensor(drawn, dtype=torch.uint8)
-        _answered(distributed.broadcast, told, src=0, group=self._talk)
-        drawn = told.tolist()
-        self.secret, self.run_id = bytes(drawn[:_SECRET_BYTES]), bytes(drawn[_SECRET_BYTES:]).hex()
+        """Takes the secret and the name of a run from process 0; no news of an earlier one stay."""
+        drawn = secrets.token_bytes(_SECRET_BYTES), secrets.token_hex(16)
+        self.secret, self.run_id = self._exchanged(drawn)[0]
         self._news = []
 
     def agreed(
@@ -139,9 +116,7 @@ class ProcessGroup:
     ) -> _T:
         """Returns what `prepare` returns, if it raises nowhere and its `fields` are equal in all.
 
-        Args:
-            prepare: Called once in every process.
-            fields: Plain values by name. A value that is not for the eye is a `Digest`.
+        Fields are plain values by name. A value that is not for the eye is a `Digest`.
 
         Raises:
             UnsupportedRunError: `prepare` raised in another process, or a field differs.
@@ -157,10 +132,10 @@ class ProcessGroup:
         told = self._exchanged((None if problem is None else str(problem), described))
         if problem is not None:
             raise problem
+        first = told[0][1]
         for rank, (text, others) in enumerate(told):
             if text is not None:
                 raise UnsupportedRunError(f"Process {rank} of {self.size} refused: {text}")
-            first = told[0][1]
             for name in dict.fromkeys((*first, *others)):  # the first that differs, in all alike
                 if first.get(name) != others.get(name):
                     raise UnsupportedRunError(
@@ -171,26 +146,19 @@ class ProcessGroup:
                     )
         return made  # type: ignore[no-any-return]
 
-    # In a step
-
     def tell(self, kind: str, text: str) -> None:
         """Tells the others at the next step of an event here (a release, an assumption)."""
         if (kind, text) not in self._news:
             self._news.append((kind, text))
 
     def agree(self, settings: str, rows: int, largest_norm: float) -> Totals:
-        """Votes for a step.
-
-        Args:
-            settings: All that has to be the same in this step, in words.
-            rows: Number of records of this process.
-            largest_norm: Largest norm of their gradients; finite.
+        """Votes for a step, with all that has to be the same in words; returns figures of the
+        whole.
 
         Raises:
-            AgreedError: Another process refuses, steps with other settings, is gone or does not
-                answer.
+            AgreedError: Another process refuses, steps with other settings, or does not answer.
         """
-        votes = self._vote(_Vote(settings=settings, totals=Totals(rows, largest_norm)))
+        votes = self._vote(_Vote(settings, Totals(rows, largest_norm)))
         for rank, vote in enumerate(votes):
             if vote.settings != votes[0].settings:
                 raise AgreedError(
@@ -198,31 +166,24 @@ class ProcessGroup:
                     f"process {rank} has {vote.settings}. Every process takes every step, with the "
                     "same settings; schedulers step in all of them."
                 )
-        totals = [vote.totals for vote in votes]
-        return Totals(sum(t.rows for t in totals), max(t.largest_norm for t in totals))
+        counts, norms = zip(*(vote.totals for vote in votes), strict=True)
+        return Totals(sum(counts), max(norms))
 
-    def refuse(self, text: str, *, is_admitted: bool) -> bool:
-        """Votes against a step.
-
-        Args:
-            text: Reason.
-            is_admitted: False if the run allows no step at all.
-
-        Returns:
-            Whether all processes found, before they looked at a gradient, that there is no step.
+    def refuse(self, text: str, *, is_admitted: bool) -> None:
+        """Votes against a step; `is_admitted` is False if the run allows no step at all.
 
         Raises:
-            AgreedError: Otherwise, with a text that is the same in all processes.
+            AgreedError: Not all processes found, before they looked at a gradient, that there is no
+                step; with a text that is the same in all of them.
         """
         try:
             self._vote(_Vote(refusal=text, is_admitted=is_admitted))
         except _LostError as lost:
             raise AgreedError(f"{text} (Not all of the others could be told. {lost})") from None
-        return True
 
     def _vote(self, own: _Vote) -> list[_Vote]:
-        """The votes of all processes; raises AgreedError if one refuses, but for all alike."""
-        votes = self._exchanged(attrs.evolve(own, news=tuple(self._news)))
+        """Returns the votes of all; raises AgreedError if one refuses, but for all alike."""
+        votes = self._exchanged(own._replace(news=tuple(self._news)))
         told, self._news = self._news, []
         for news in dict.fromkeys(news for vote in votes for news in vote.news):
             if news not in told:
@@ -233,7 +194,7 @@ class ProcessGroup:
         return votes
 
     def _exchanged(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order."""
+        """Returns the values of all processes, in their order."""
         found: list[Any] = [None] * self.size
         _answered(distributed.all_gather_object, found, value, group=self._talk)
         return found
@@ -241,8 +202,7 @@ class ProcessGroup:
     @torch.no_grad()
     def add_up(self, tensors: Sequence[torch.Tensor]) -> None:
         """Replaces every tensor by the sum of those of all processes; equal in all of them."""
-        kinds = dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors)
-        for kind in kinds:
+        for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors):
             parts = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
             together = torch.cat([part.reshape(-1) for part in parts])
             _answered(distributed.all_reduce, together, group=self._sums)
@@ -259,7 +219,7 @@ class Digest:
 
     @classmethod
     def of(cls, *values: Any) -> Digest:
-        """A hash of all tensors in nested containers; of values without any of what is printed."""
+        """Returns a hash of all tensors in containers, or else of the words for a value."""
         found = hashlib.sha256()
         for value in values:
             tensors = [tensor.detach().cpu().contiguous() for tensor in tensors_of(value)]
@@ -271,17 +231,13 @@ class Digest:
 
 
 def num_processes(optimizer: Any = None) -> int:
-    """The number of processes of the group, as far as torch or a distributed optimizer says."""
+    """Returns the number of processes, as far as torch or a distributed optimizer says."""
     count = distributed.get_world_size() if _is_initialized() else 1
     return max(count, getattr(optimizer, "world_size", 1))
 
 
 def trains_together(module: nn.Module, distributed: bool | None) -> bool:
     """Tells whether several processes are to train a module together.
-
-    Args:
-        module: Without Opacus' wrapper for per-example gradients.
-        distributed: What make_private was told.
 
     Raises:
         TypeError: `distributed` is something else than True, False or None.
@@ -350,12 +306,10 @@ def _answered(function: Callable[..., Any], *args: Any, **options: Any) -> None:
 
 
 def _patience() -> timedelta | None:
-    """The timeout of the default process group; None, torch's own default, where it has none."""
+    """Returns the timeout of the default process group; None, torch's own, where it has none."""
     whole: Any = distributed.group.WORLD
     for device in ("cpu", "cuda"):
-        try:
+        with contextlib.suppress(AttributeError, RuntimeError):
             found = whole._get_backend(torch.device(device)).options._timeout
-        except (AttributeError, RuntimeError):
-            continue
-        return found if isinstance(found, timedelta) else None
+            return found if isinstance(found, timedelta) else None
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -51,22 +52,20 @@ class AccountedRun:
         self.assumptions = merge_assumptions([self.assumptions, further])
 
     def guarantee(self, relation: NeighboringRelation) -> Guarantee:
-        """The guarantee of the recorded steps, with everything that is taken on trust."""
+        """Returns the guarantee of the recorded steps, with everything that is taken on trust."""
         guarantee = self.recorder.guarantee(relation)
         own = self.schedule.assumptions(self.recorder, guarantee.assumptions)
         listed = merge_assumptions([own, OF_EVERY_RUN, self.assumptions])
         return attrs.evolve(guarantee, assumptions=listed)
 
     def state_dict(self) -> dict[str, Any]:
-        """The recorder's, with what was declared; what is checked is checked again."""
+        """Returns that of the recorder with what was declared; what is checked is checked again."""
         own = {"assumptions": declared_texts(self.assumptions), "run_id": self.id}
         return {**self.recorder.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict` into a run without steps.
-
-        Raises:
-            ValueError: The state is of another run. Nothing is changed then.
+        """Restores a `state_dict` into a run without steps, or raises ValueError and changes
+        nothing.
         """
         self.recorder.load_state_dict(state)
         self.assume(*declared_by(state))
@@ -74,19 +73,19 @@ class AccountedRun:
 
     @classmethod
     def ended(cls, state: Mapping[str, Any]) -> AccountedRun:
-        """The run that a `state_dict` is of; it takes no further steps."""
+        """Returns the run that a `state_dict` is of; it takes no further steps."""
         run = cls(run_of(state), assumptions=declared_by(state))
         run.id = state.get("run_id", run.id)
         return run
 
 
 def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:
-    """The texts of the declared ones among `assumptions`, as a state holds them."""
+    """Returns the texts of the declared ones among `assumptions`, as a state holds them."""
     return [a.text for a in assumptions if a.status is Status.DECLARED]
 
 
 def declared_by(state: Mapping[str, Any]) -> tuple[Assumption, ...]:
-    """The declared assumptions that a state holds."""
+    """Returns the declared assumptions that a state holds."""
     return tuple(Assumption.declared(text) for text in state.get("assumptions", ()))
 
 
@@ -123,18 +122,15 @@ class Lineage:
         return list, (list(self),)
 
     def missing(self, module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[PastRun]:
-        """The runs behind weights that are not among these.
-
-        Args:
-            module: The model, without Opacus' wrapper; None if it is not known.
-            params: The parameters of the model, trained or frozen.
+        """Returns the runs behind weights, trained or frozen, that are not among these.
 
         Raises:
             UnsupportedRunError: Weights of the middle of a run were not released there.
         """
         own = {run.id: run.recorder for run in self.runs}
         found: dict[str, PastRun] = {}
-        for past in _runs_behind(module, params, self):
+        others = (each for each in _lineages(module, params) if each is not self)
+        for past in itertools.chain.from_iterable(others):
             name = past["run_id"]
             if name in own:
                 _check_released(past, own[name].num_steps, own[name].release_steps)
@@ -145,17 +141,10 @@ class Lineage:
         return list(found.values())
 
 
-def _runs_behind(
-    module: nn.Module | None, params: Iterable[nn.Parameter], own: Lineage
-) -> Iterator[PastRun]:
-    """The runs of all lineages but `own` that parameters or modules hold, each lineage once."""
-    for lineage in _lineages(module, params):
-        if lineage is not own:
-            yield from lineage
-
-
 def _lineages(module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[Any]:
-    """The lineages that parameters or modules hold (lists, where they are copies), each once."""
+    """Returns the lineages that parameters or modules hold (lists, where they are copies), each
+    once.
+    """
     parts = [] if module is None else module.modules()
     held = [*map(_trained.get, params), *(vars(part).get(_BEHIND) for part in parts)]
     return list({id(each): each for each in held if each is not None}.values())

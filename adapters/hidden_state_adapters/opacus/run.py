@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
+
+import numpy as np
+from torch import nn
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.runs.run import Run, run_of
-from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.batch_plans import BatchPlan, hash_of
+from hidden_state_adapters.opacus.apart import random_numbers_as_before
 from hidden_state_adapters.opacus.declared import DeclaredRun
 from hidden_state_adapters.opacus.head import HeadRun
 from hidden_state_adapters.opacus.loader import BatchCursor
 from hidden_state_adapters.opacus.noise import whose_noise
 from hidden_state_adapters.opacus.passes import Passes
+from hidden_state_adapters.opacus.processes import Digest
 from hidden_state_adapters.opacus.registry import AccountedRun, check_later_steps, note_branch
 from hidden_state_adapters.opacus.sampled import SampledRun
 
@@ -23,13 +29,13 @@ _logger = logging.getLogger("hidden_state_accountants")
 SECTION = "hidden_state_run"
 """Where a checkpoint holds the state of a run."""
 _SCHEMA = 1
+_PACKAGES = ("hidden-state-accountants", "dp-accounting", "opacus", "torch")
+_OF_OPACUS = ("batch_first", "clipping", "grad_sample_mode", "loss_reduction", "wrap_model")
+_SHOWN = 16  # records that are compared
 
 
 class TrainingRun:
-    """The state of a run between two steps.
-
-    The optimizer takes the steps. Epsilon, releases and checkpoints are read here, and what a
-    checkpoint holds is restored here, all of it or nothing.
+    """The state of a run between two steps, which the optimizer takes.
 
     Attributes:
         record: Record of every logical step.
@@ -41,10 +47,6 @@ class TrainingRun:
         optimizer: The PrivateOptimizer that takes the steps.
         modules: The model that was passed, without wrappers, and as `make_private` returned it.
         is_loading: True while a checkpoint is being restored.
-
-    Args:
-        declared: The run. What looks at its model is hung on it; `close` undoes that.
-        noise_multiplier: Noise multiplier of the start.
     """
 
     optimizer: Any
@@ -150,19 +152,19 @@ class TrainingRun:
     # Where it goes on
 
     def why_not_resumable(self, num_steps: int) -> str:
-        """The part of the private state without which the run cannot go on from a step, or ""."""
+        """Returns the private state that the run needs to go on from a step, in words, or ""."""
         missing = [self.plan.why_not_resumable(num_steps)]
         if num_steps:
             missing.insert(0, self.optimizer.why_not_resumable())
         return ", and ".join(filter(None, missing))
 
     def private_state(self) -> dict[str, Any]:
-        """Plain types and tensors that restore hidden state and secret order. Secret."""
+        """Returns plain types and tensors that restore hidden state and secret order. Secret."""
         state = self.plan.private_state(self.num_steps)
         return {**state, **(self.optimizer.private_state() if self.num_steps else {})}
 
     def state_dict(self, *, include_private: bool) -> dict[str, Any]:
-        """The section of a checkpoint, in plain types.
+        """Returns the section of a checkpoint, in plain types.
 
         It never holds the state of the noise generator: with it the noise of the next steps would
         be known. The order of the records, and the error of DiceSGD, are in it only on request.
@@ -226,11 +228,7 @@ class TrainingRun:
         check_later_steps(state, discard_later_steps)
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
-        """Restores secret order and error from a section that was checked; `resume` follows.
-
-        Raises:
-            ValueError: They are of another run, or damaged.
-        """
+        """Restores secret order and error, or raises ValueError; `resume` follows."""
         self.is_loading = True
         private = state.get("private")
         if private is None:
@@ -253,3 +251,69 @@ def _remove_all(handles: list[Any]) -> None:
     """Removes hooks; of the list as it is then."""
     for handle in handles:
         handle.remove()
+
+
+def fields_in_common(
+    declared: DeclaredRun, noise_multiplier: float, earlier: Sequence[AccountedRun]
+) -> dict[str, Any]:
+    """Returns the fields of a run that starts, which are equal in all processes."""
+    arguments, plan = declared.arguments, declared.plan
+    batches = arguments.batch_order
+    given = {name: getattr(arguments, name) for name in _OF_OPACUS}
+    groups = [
+        {k: v for k, v in g.items() if k != "params"} for g in declared.optimizer.param_groups
+    ]
+    return {
+        "batch_order": plan.order.value,
+        "seed of the order": Digest.of(batches.seed, batches.seed_is_secret),
+        **declared.fields(noise_multiplier),
+        "versions": {name: _version(name) for name in _PACKAGES},
+        "model": str(arguments.module),
+        "runs behind the weights": [(run.id, run.recorder.num_steps) for run in earlier],
+        "weights of the initial model": _weights(declared.inner),
+        "options of the optimizer": repr(groups),
+        "criterion, as given": repr(arguments.criterion),
+        "arguments for Opacus": repr(given),
+        "noise_generator (given or not)": arguments.noise_generator is not None,
+        "loss_geometry": repr(declared.loss),
+        "batch_size": plan.batch_size,
+        "sampling_rate": plan.sampling_rate,
+        "number of batches": plan.num_batches,
+        "max_batch_size": batches.max_batch_size,
+        "records of the loader": Digest(hash_of(plan.records)),
+        "data set": _shown(arguments.data_loader.dataset, plan.records),
+    }
+
+
+def fields_after_loading(run: TrainingRun) -> dict[str, Any]:
+    """Returns the fields of a run that goes on, which are equal in all processes."""
+    private = run.private_state() if run.why_not_resumable(run.num_steps) else {}
+    return {
+        "run": run.id,
+        "number of steps": run.num_steps,
+        "weights": _weights(run.declared.inner),
+        "private state": Digest.of(*private.values()),
+        "moments": Digest.of(*run.optimizer.state.values()),
+    }
+
+
+def _weights(module: nn.Module) -> Digest:
+    return Digest.of(dict(module.named_parameters()), dict(module.named_buffers()))
+
+
+def _shown(dataset: Any, records: Sequence[int]) -> tuple[int, Digest | None]:
+    """Returns the size, and a hash of some records, or None if they are drawn at random."""
+    places = np.linspace(0, len(records) - 1, min(_SHOWN, len(records))).astype(int).tolist()
+    try:
+        with random_numbers_as_before():
+            first, again = (Digest.of(*(dataset[records[i]] for i in places)) for _ in range(2))
+    except Exception:  # whatever a data set may raise that is not asked in its turn
+        return len(dataset), None
+    return len(dataset), first if first == again else None
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "unknown"

@@ -12,7 +12,6 @@ from typing import Any
 import attrs
 import torch
 from dp_accounting import NeighboringRelation
-from opacus.grad_sample import AbstractGradSampleHooks
 from opacus.optimizers import (
     DistributedDPOptimizer,
     DPOptimizer,
@@ -32,7 +31,7 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     validate,
 )
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, parse_batch_order
+from hidden_state_accountants.events.batch_order import EPOCH_ORDERS
 from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus import criteria
 from hidden_state_adapters.opacus.frozen import refuse_packed_sequences
@@ -62,7 +61,7 @@ _KNOWN: set[Any] = {kind.add_noise for kind in _KINDS}
 """What adds noise from `optimizer.generator`."""
 
 _USE_ENGINE = "Use hidden_state_adapters.opacus.HiddenStatePrivacyEngine, which deals the batches."
-OWN_COINS = Assumption.checked(
+_OWN_COINS = Assumption.checked(
     "Poisson batches drawn by a generator of the run's own, whose state the operating system drew "
     "and no seed of the program reaches"
 )
@@ -74,22 +73,10 @@ _SECRETS = {
     BatchOrder.POISSON: "; nobody ever learns which records were drawn (or the seed of a generator "
     "that you passed), or the sizes of the batches",
 }
-# What an order that was read may be called besides: other names of the same batches, and one
-# order that differs from a fixed one only in that nobody knows it.
-_ALSO = {
-    BatchOrder.FULL: set(BatchOrder) - {BatchOrder.POISSON},
-    BatchOrder.CYCLIC: {BatchOrder.SHUFFLED_ONCE},
-}
 
 
 def on_trust(order: BatchOrder, loss: str = "the loss", radius: float | None = None) -> Assumption:
-    """All that the accountant of a stock engine takes on the user's word.
-
-    Args:
-        order: Order of the batches.
-        loss: Name of the loss that the loop computes of every record.
-        radius: Radius of the ball around 0 on which the user projects, or None.
-    """
+    """Returns all that the accountant of a stock engine takes on the user's word."""
     outside = ""
     if radius is not None:
         outside = f", but for your projection on the ball of radius {radius:g} after every step"
@@ -106,114 +93,80 @@ ON_TRUST = on_trust(BatchOrder.POISSON)
 """What undeclared steps rest on."""
 
 
-def coins_of(batch_sampler: Any) -> list[Assumption]:
+def _coins_of(batch_sampler: Any) -> list[Assumption]:
     """Lists the generator of a sampler of Poisson batches, if it is ours."""
     is_own = isinstance(getattr(batch_sampler, "generator", None), OwnGenerator)
-    return [OWN_COINS] if is_own else []
+    return [_OWN_COINS] if is_own else []
 
 
-def _loss_geometry(value: Any) -> LossGeometry | str | None:
-    if value is None or value == "auto" or isinstance(value, LossGeometry):
-        return value  # type: ignore[no-any-return]
-    raise TypeError(f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {value!r}.')
-
-
-@attrs.frozen(kw_only=True, eq=False)
-class StockDeclaration:
-    """The arguments of `declare_run`; its docstring explains every one.
-
-    The numbers and the order are compared with what is read, and decide nothing.
+def _compared(reading: LoaderReading, declared: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of what a loader deals; raises UnsupportedRunError if others were
+    declared.
     """
-
-    criterion: Any = None
-    feature_norm: float | None = None
-    loss_geometry: LossGeometry | str | None = attrs.field(default=None, converter=_loss_geometry)
-    projection_radius: float | None = None
-    batch_order: BatchOrder | None = attrs.field(
-        default=None, converter=attrs.converters.optional(parse_batch_order)
-    )
-    dataset_size: int | None = None
-    batch_size: int | None = None
-
-    def __attrs_post_init__(self) -> None:
-        if self.projection_radius is not None:
-            validate.real("projection_radius", self.projection_radius, above=0)
-        if self.criterion is not None and isinstance(self.loss_geometry, LossGeometry):
-            raise ValueError(
-                f"Expected a criterion or a LossGeometry, got {self.criterion!r} and "
-                f"{self.loss_geometry!r}: one of them says what the loss is. Leave one out."
+    fields = reading.fields
+    for name, given in declared.items():
+        found = fields[name]
+        is_secret = (given, found) == (BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
+        # Opacus rounds the batch size of Poisson batches; a full batch is one of any fixed order.
+        fits = name == "batch_size" and reading.order is BatchOrder.POISSON
+        fits |= found is BatchOrder.FULL and given is not BatchOrder.POISSON
+        if is_secret:
+            fields[name] = given
+        elif given not in (None, found) and not fits:
+            words = [f'"{x.value}"' if isinstance(x, BatchOrder) else x for x in (found, given)]
+            raise UnsupportedRunError(
+                f"Expected {name} = {words[0]}, which is what the loader deals "
+                f"({reading.description}), got {words[1]} in declare_run. Leave {name} out, it is "
+                "read from the loader that make_private returned; for other batches use another "
+                "loader, or poisson_sampling= of make_private."
             )
-        needs_criterion = self.loss_geometry == "auto" or self.feature_norm is not None
-        if self.criterion is None and needs_criterion:
-            raise ValueError(
-                'Expected a criterion with loss_geometry="auto" or feature_norm, got none: the '
-                "constants are those of the loss that the loop computes. Pass criterion= and "
-                "feature_norm=."
-            )
-
-    def compared_with(self, reading: LoaderReading) -> dict[str, Any]:
-        """The arguments of the `RunRecorder` of what the loader deals.
-
-        Raises:
-            UnsupportedRunError: Something else was declared.
-        """
-        given, read = self.batch_order, reading.order
-        self._compare("batch_order", {read, *_ALSO.get(read, ())}, reading, read)
-        n, b = reading.dataset_size, reading.batch_size
-        self._compare("dataset_size", {n}, reading, n)
-        sizes = {b}
-        if reading.sampling_rate is not None and self.batch_size is not None:
-            # Opacus rounds: any batch size of a loader with as many batches.
-            counts = (-(-n // self.batch_size), n // self.batch_size)
-            sizes |= {self.batch_size} if reading.num_batches in counts else set()
-        self._compare("batch_size", sizes, reading, b)
-        is_kept_secret = given is BatchOrder.SHUFFLED_ONCE and read is BatchOrder.CYCLIC
-        return {**reading.fields, "batch_order": given if is_kept_secret else read}
-
-    def _compare(self, name: str, known: set[Any], reading: LoaderReading, read: Any) -> None:
-        given = getattr(self, name)
-        if given is None or given in known:
-            return
-        read, given = (f'"{x.value}"' if isinstance(x, BatchOrder) else x for x in (read, given))
-        raise UnsupportedRunError(
-            f"Expected {name} = {read}, which is what the loader deals ({reading.description}), "
-            f"got {given} in declare_run. Leave {name} out, it is read from the loader that "
-            "make_private returned; for other batches use another loader, or poisson_sampling= of "
-            "make_private."
-        )
+    return fields
 
 
 class StockRun(AccountedRun):
     """The declared run of a stock engine: the batches of its loader, and the record of its steps.
 
-    If the optimizer is one that no last-iterate theorem covers (momentum, Adam, clipping per
-    layer, ghost clipping), the run is recorded without a loss geometry, so that only composition
-    applies; a log line says so.
-
-    Args:
-        declared: Arguments of `declare_run`.
-        data_loader: Loader that make_private returned.
-        module: Model that it returned.
-        optimizer: Optimizer that it returned.
-        relation: Neighbouring relation of the guarantee.
+    Where no last-iterate theorem covers the optimizer (momentum, Adam, clipping per layer, ghost
+    clipping), only composition applies; a log line says so.
 
     Raises:
         UnsupportedRunError: The loader cannot be read, deals other batches than were declared, or
             no bound covers them.
-        TypeError, ValueError: As `LastIterateDpEvent`.
+        TypeError, ValueError: An argument of `declare_run` has an impossible value.
     """
 
     recorder: RunRecorder
 
     def __init__(
         self,
-        declared: StockDeclaration,
-        *,
-        data_loader: Any,
-        module: Any,
-        optimizer: DPOptimizer,
+        made: MadePrivate,
         relation: NeighboringRelation,
+        *,
+        criterion: Any,
+        feature_norm: float | None,
+        loss_geometry: LossGeometry | str | None,
+        projection_radius: float | None,
+        **declared: Any,
     ):
+        self._loss = loss_geometry if isinstance(loss_geometry, LossGeometry) else None
+        if self._loss is None and loss_geometry not in (None, "auto"):
+            raise TypeError(
+                f'Expected loss_geometry to be a LossGeometry, "auto" or None, got '
+                f"{loss_geometry!r}."
+            )
+        if criterion is not None and self._loss is not None:
+            raise ValueError(
+                f"Expected a criterion or a LossGeometry, got {criterion!r} and {self._loss!r}: "
+                "one of them says what the loss is. Leave one out."
+            )
+        if criterion is None and (loss_geometry == "auto" or feature_norm is not None):
+            raise ValueError(
+                'Expected a criterion with loss_geometry="auto" or feature_norm, got none: the '
+                "constants are those of the loss that the loop computes. Pass criterion= and "
+                "feature_norm=."
+            )
+        if projection_radius is not None:
+            validate.real("projection_radius", projection_radius, above=0)
         if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise UnsupportedRunError(
                 "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
@@ -221,37 +174,34 @@ class StockRun(AccountedRun):
                 "number of records, which is what adding or removing changes. Use REPLACE_SPECIAL, "
                 "or HiddenStatePrivacyEngine with constants in Batches."
             )
-        check_processes(data_loader, num_processes(optimizer))
-        reading = read_loader(data_loader)
-        self._batches = declared.compared_with(reading)
+        check_processes(made.data_loader, num_processes(made.optimizer))
+        reading = read_loader(made.data_loader)
+        self._batches = _compared(reading, declared)
         self._order = BatchOrder(self._batches["batch_order"])
-        self._radius = declared.projection_radius
-        given = declared.loss_geometry
-        self._loss = given if isinstance(given, LossGeometry) else None
-        inner = module._module if isinstance(module, AbstractGradSampleHooks) else module
-        criteria.check_convexity(self._loss, inner, [inner.parameters()])
+        self._radius = projection_radius
+        criteria.check_convexity(self._loss, made.inner, [made.inner.parameters()])
         loss = "the declared loss" if self._loss is not None else "the loss"
-        if declared.criterion is not None:
+        if criterion is not None:
             self._loss = criteria.auto_loss_geometry(
-                inner, declared.criterion, declared.feature_norm, optimizer.loss_reduction
+                made.inner, criterion, feature_norm, made.optimizer.loss_reduction
             )
-            loss = f"{criteria.as_module(declared.criterion)} on the whole output"
-            loss += f", with features of norm at most {declared.feature_norm:g}"
+            loss = f"{criteria.as_module(criterion)} on the whole output"
+            loss += f", with features of norm at most {feature_norm:g}"
         super().__init__(self._new_recorder())
         self.recorder.check_relation(relation)
         self.assume(
             Assumption.checked(f"the loader deals {reading.description}"),
-            *coins_of(reading.sampler),
+            *_coins_of(reading.sampler),
             on_trust(self._order, loss, self._radius),
         )
 
     def _new_recorder(self) -> RunRecorder:
-        """A record without steps."""
+        """Returns a record without steps."""
         diameter = math.inf if self._radius is None else 2 * self._radius
         return RunRecorder(**self._batches, loss=self._loss, domain_diameter=diameter)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `AccountedRun.load_state_dict`; also where the stock loader cannot go on."""
+        """Restores a state into a run without steps, where the stock loader can go on."""
         recorder, composed = self._new_recorder(), RunRecorder(**self._batches)
         is_composition = _declared(recorder) != state.get("declared") == _declared(composed)
         recorder = composed if is_composition else recorder
@@ -273,10 +223,8 @@ class StockRun(AccountedRun):
         self.assume(*declared_by(state))
 
     def observe(self, optimizer: DPOptimizer) -> None:
-        """Records the step that `optimizer` is about to take, in its step hook.
-
-        Raises:
-            UnsupportedRunError: It is not one of the run.
+        """Records the step that `optimizer` is about to take; raises UnsupportedRunError for
+        others.
         """
         step = self.recorder.num_steps + 1
         rows = count_rows(optimizer, step)
@@ -292,7 +240,7 @@ class StockRun(AccountedRun):
         self.recorder.add_counted(taken, 1)
 
     def _update(self, optimizer: DPOptimizer) -> tuple[dict[str, Any], str]:
-        """Rate and decay of plain SGD; or nothing, and the reason why it is another update."""
+        """Returns rate and decay of plain SGD; or nothing, and why it is another update."""
         if type(optimizer) is not DPOptimizer:
             return {}, f"Expected DPOptimizer, got {type(optimizer).__name__}"
         try:
@@ -331,15 +279,10 @@ class StockRun(AccountedRun):
 
 
 def check_processes(data_loader: Any, count: int) -> None:
-    """Refuses several processes whose batches together cannot be read.
+    """Raises UnsupportedRunError for several processes whose batches together cannot be read.
 
-    The processes add up their sums, so a step uses the batches of all of them at once. Opacus'
-    Poisson sampler for several processes makes one Poisson batch of them, since every process
-    draws from a share of the records. Of other loaders a process sees its own batches only: the
-    participations of a record in those of the others go unseen.
-
-    Raises:
-        UnsupportedRunError: There are several processes with another loader.
+    A step uses the batches of all processes at once. Opacus' Poisson sampler makes one Poisson
+    batch of them; of other loaders a process sees its own batches only.
     """
     if count == 1 or draws_from_shares(data_loader):
         return
@@ -352,11 +295,11 @@ def check_processes(data_loader: Any, count: int) -> None:
 
 
 def count_rows(optimizer: DPOptimizer, step: int) -> int | None:
-    """The rows of the batch; None if ghost clipping or BatchMemoryManager hides them.
+    """Returns the rows of the batch; None if ghost clipping or BatchMemoryManager hides them.
 
     Raises:
         UnsupportedRunError: The gradients of several batches were accumulated, or a parameter has
-            one gradient for all records: clipped by itself, one record may turn it around.
+            one gradient for all records.
     """
     if isinstance(optimizer, DPOptimizerFastGradientClipping):
         return None
@@ -376,11 +319,10 @@ def _declared(recorder: RunRecorder) -> Any:
 class MadePrivate:
     """The outcome of one `make_private` of a stock engine, and the run that records its steps.
 
+    Of a step hook that was attached by hand nothing is known but the sampling rate.
+
     Attributes:
         sample_rate: Sampling rate as Opacus tells it: 1 / len(data_loader).
-        data_loader: Loader, or None of a step hook that was attached by hand.
-        module: Model, or None as above.
-        optimizer: Optimizer, or None as above.
         is_calibrated: True if make_private_with_epsilon found the noise.
         run: The declared run, or None.
         num_steps: Number of recorded steps.
@@ -389,7 +331,7 @@ class MadePrivate:
     sample_rate: float
     data_loader: Any = None
     module: Any = None
-    optimizer: DPOptimizer | None = None
+    optimizer: Any = None
     is_calibrated: bool = False
     run: StockRun | None = None
     num_steps: int = 0
@@ -401,12 +343,7 @@ class MadePrivate:
 
     @classmethod
     def by_caller(cls, accountant: Any, sample_rate: float) -> MadePrivate:
-        """Reads off what the engine with this accountant is making now.
-
-        Opacus hands nothing but the sampling rate to its accountants, so everything else is read
-        where make_private has it: in its own variables. Where they are not found (a hook that was
-        attached by hand), there is nothing to declare.
-        """
+        """Reads off the variables of make_private, which tells its accountant the rate only."""
         frame = _frame_of("make_private", accountant, sys._getframe(1))
         if frame is None:
             return cls(sample_rate)
@@ -420,11 +357,10 @@ class MadePrivate:
         )
 
     def prepare(self) -> None:
-        """Refuses noise that was found for other batches; noise and coins become the run's own.
+        """Takes noise and Poisson batches from generators of the run's own, but where the user gave
+        one.
 
-        Opacus takes both from torch's default generator, which every script seeds: whoever knows
-        the seed knows the noise, and which batches held a record. Generators that the user passed
-        stay, and so do those of a sampler of several processes, which have to toss the same coins.
+        Opacus takes both from torch's default generator, which every script seeds.
 
         Raises:
             UnsupportedRunError: The noise was found for other batches or cannot be drawn, empty
@@ -462,7 +398,7 @@ class MadePrivate:
     @property
     def coins(self) -> list[Assumption]:
         """Lists the generator of the sampler, if `prepare` put it in."""
-        return coins_of(getattr(self.data_loader, "batch_sampler", None))
+        return _coins_of(getattr(self.data_loader, "batch_sampler", None))
 
     def check_undeclared(self) -> None:
         """Raises UnsupportedRunError if a loader that is known does not deal Poisson batches."""
@@ -491,10 +427,7 @@ class MadePrivate:
 
 
 def _check_layers(module: nn.Module) -> None:
-    """Raises UnsupportedRunError for embeddings that write to their rows in a forward pass.
-
-    Recurrent layers raise it from then on when they are called with packed sequences.
-    """
+    """Raises UnsupportedRunError for embeddings that write to their rows in a forward pass."""
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Embedding | nn.EmbeddingBag) and layer.max_norm is not None:
             raise UnsupportedRunError(

@@ -35,7 +35,7 @@ class _Followed(GradSampleHooks):
     translated into an UnsupportedRunError.
 
     Attributes:
-        cleared: Is told that the gradients of the parameters were cleared.
+        cleared: Function that is told that the gradients of the parameters were cleared.
         outputs: Nodes of the graph that are outputs of layers, where ghost clipping looks, with the
             nodes that are their inputs.
     """
@@ -178,9 +178,8 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
         return {**vars(self), "outputs": {}, "_sums": []}
 
     def check_reached(self, losses: torch.Tensor) -> None:
-        """Raises UnsupportedRunError if losses reach a parameter beside the outputs of its layer.
-
-        What does so has no part in the norms, but in the sum, with the clip factors of all records.
+        """Raises UnsupportedRunError if losses reach a parameter beside the outputs of its
+        layer.
         """
         trained = {id(param) for param in self.parameters() if param.requires_grad}
         waiting, seen = [losses.grad_fn], {None}
@@ -226,10 +225,8 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
         return [(grad, None if grad is None else grad._version) for grad in grads]
 
     def get_norm_sample(self) -> torch.Tensor:
-        """The norms of the gradients of every record.
-
-        Raises:
-            UnsupportedRunError: A parameter has none, or that of an earlier pass.
+        """Returns the norms of the gradients; UnsupportedRunError if a parameter has none of this
+        pass.
         """
         params: list[Any] = self.trainable_parameters
         if any(p._forward_counter or not hasattr(p, "_norm_sample") for p in params):
@@ -238,13 +235,7 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
 
 
 def private_module(module: Any, *, grad_sample_mode: str, wrap_model: bool, **options: Any) -> Any:
-    """Makes the model private, as Opacus' `prepare_module` does.
-
-    Args:
-        module: The model, or one that was made private before.
-        grad_sample_mode: Opacus' mode.
-        wrap_model: False for hooks alone.
-        **options: Opacus' options.
+    """Makes the model private, as Opacus' `prepare_module` does, or again where it was before.
 
     Raises:
         UnsupportedRunError: Opacus does not take a layer.
@@ -281,7 +272,7 @@ class HeadModule(AbstractGradSampleModule):
 
     @classmethod
     def of(cls, module: Any, **options: Any) -> nn.Module:
-        """`module` with this wrapper in the place of another one."""
+        """Returns `module` with this wrapper in the place of another one."""
         module = without_hooks(module)
         if isinstance(module, DistributedDataParallel):
             # It waits for gradients of parameters, which a head does not get.
@@ -322,10 +313,8 @@ class RowLosses(DPLossFastGradientClipping):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> DPTensorFastGradientClipping:
-        """The losses of a batch; `backward()` makes both passes.
-
-        Raises:
-            UnsupportedRunError: There is not one loss for each record.
+        """Returns one loss for each record, or raises UnsupportedRunError; `backward()` makes both
+        passes.
         """
         made = super().__call__(*args, **kwargs)
         shape = tuple(made.loss_per_sample.shape)
