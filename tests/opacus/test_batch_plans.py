@@ -296,30 +296,6 @@ def test_poisson_batches_of_every_source(secret):
     assert ([again.batch(step) for step in range(400)] == batches) == (secret is not None)
 
 
-def test_draws_from_a_secret_are_independent():
-    keys, others = RandomKeys(secret=b"1" * 32), RandomKeys(secret=b"2" * 32)
-    draws = [keys.draw(0, 50), keys.draw(1, 50), others.draw(0, 50)]
-    assert len(set(np.concatenate(draws).tolist())) == 150
-    assert np.array_equal(keys.draw(0, 50), draws[0])
-    assert "1" * 32 not in repr(keys)
-
-
-@pytest.mark.parametrize("order", [BatchOrder.CYCLIC, BatchOrder.POISSON])
-def test_memory_does_not_grow_with_the_records(order):
-    records = range(30_000_000)
-    tracemalloc.start()
-    try:
-        if order is BatchOrder.CYCLIC:
-            plan = EqualPlan(records, 1000, order)
-        else:
-            plan = poisson_batches(records, 1000)
-        assert len(plan.batch(0)) < 2000
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert peak < 60e6  # an array of all of them has 240e6
-
-
 @pytest.mark.parametrize("size", [0, 1, 7, 10])
 @pytest.mark.parametrize("count", [1, 2, 3, 8])
 def test_shares_are_disjoint_and_together_the_batch(size, count):

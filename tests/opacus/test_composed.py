@@ -111,15 +111,6 @@ def test_hidden_state_bounds_stay_refused_by_name(make, arguments, asked):
         make(**arguments)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [{"loss_geometry": "auto"}, {"after": BallProjection(5.0)}, {"schedule": 0.1}],
-)
-def test_what_makes_no_sense_with_the_class(make, arguments):
-    with pytest.raises(hsa.UnsupportedRunError, match="every step counts"):
-        make(optimizer_class=ComposedOptimizer, **arguments)
-
-
 # --- the guards that stay on ---------------------------------------------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import math
 
-import dp_accounting
 import numpy as np
 import pytest
 import torch
@@ -134,21 +133,6 @@ def test_full_batches(make_run):
     assert run.engine.get_epsilon(DELTA) == pytest.approx(exact, rel=1e-12)
 
 
-def test_without_a_loss_geometry_epsilon_is_that_of_composition(make_run):
-    run = make_run(
-        model=nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3)), loss_geometry=None
-    )
-    run.epoch()
-    run.epoch()
-    mu = math.sqrt(2) / 2.0  # two epochs, noise multiplier 2
-    expected = dp_accounting.pld.PLDAccountant().compose(dp_accounting.GaussianDpEvent(1 / mu))
-    assert run.engine.get_epsilon(DELTA) == pytest.approx(expected.get_epsilon(DELTA), rel=1e-3)
-    assert run.engine.accountant.guarantee.mu == pytest.approx(mu)
-    assert "update: criterion= without feature_norm=: every step counts" in run.engine.report(DELTA)
-    lines = run.engine.report(DELTA).splitlines()
-    assert {"public:", "  - batch size, hyper-parameters", "  - order of the batches"} <= {*lines}
-
-
 def test_report_and_assumptions(make_run):
     run = make_run(after=BallProjection(5.0))
     for _ in range(2):
@@ -264,49 +248,6 @@ def test_checkpoints_that_do_not_fit(make_run, tmp_path):
     fresh.engine.accountant.load_state_dict(torch.load(path)["privacy_accountant_state_dict"])
     with pytest.raises(hsa.UnsupportedRunError, match="took 0 steps, but 6 are recorded"):
         fresh.epoch()
-
-
-def test_checkpoint_without_a_run_stays_accounted(make_run, tmp_path):
-    run = make_run()
-    run.epoch()
-    path = tmp_path / "checkpoint.pt"
-    run.engine.save_checkpoint(path=path, module=run.model)
-    engine = HiddenStatePrivacyEngine()
-    engine.load_checkpoint(path=path, module=run.model)
-    assert engine.get_epsilon(DELTA) == run.engine.get_epsilon(DELTA)
-    again = make_run(engine=engine)
-    torch.manual_seed(1)  # otherwise the noise would be that of the first run
-    again.epoch()
-    assert [e.num_steps for e in engine.privacy_event.events] == [6, 6]
-
-
-def test_checkpoints_hold_nothing_about_the_noise_generator(make_run, tmp_path):
-    run, path = make_run(), tmp_path / "checkpoint.pt"
-    run.epoch()
-    run.engine.save_checkpoint(path=path, module=run.model, optimizer=run.optimizer)
-    checkpoint = torch.load(path, weights_only=True)
-    assert set(checkpoint) == {
-        "module_state_dict",
-        "optimizer_state_dict",
-        "privacy_accountant_state_dict",
-        "hidden_state_run",
-    }
-    assert "private" not in checkpoint["hidden_state_run"]
-    assert checkpoint["optimizer_state_dict"]["state"] == {}
-
-
-@pytest.mark.parametrize("steps", [0, 6])
-def test_the_next_run_starts_at_the_last_iterate(make_run, steps):
-    run = make_run()
-    if steps:
-        run.epoch()
-    with torch.no_grad():
-        run.plain_model.weight.add_(1.0)
-    if not steps:  # nothing was spent
-        make_run(engine=run.engine, model=run.model).epoch()
-        return
-    with pytest.raises(hsa.UnsupportedRunError, match="changed outside the private optimizer"):
-        make_run(engine=run.engine, model=run.model)
 
 
 @pytest.mark.cuda

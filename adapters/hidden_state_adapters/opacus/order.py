@@ -33,7 +33,7 @@ from hidden_state_accountants.events.batch_order import (
     parse_batch_order,
     parse_sampling_rate,
 )
-from hidden_state_adapters.batch_plans import BatchPlan, RandomKeys, plan_of
+from hidden_state_adapters.batch_plans import BatchPlan, RandomKeys, SampledPlan, plan_of
 from hidden_state_adapters.opacus.loader import OrderedBatchSampler
 
 _FIXED_ORDER = (
@@ -300,62 +300,29 @@ def _refuse_repeated_indices(indices: Sequence[int], dataset: Any, where: str) -
 # Loaders that somebody else made
 
 
-@attrs.frozen(eq=False, kw_only=True)
-class LoaderReading:
-    """The batches of a loader.
-
-    Attributes:
-        order: FULL, CYCLIC, RESHUFFLED or POISSON.
-        dataset_size: n, the records that it deals.
-        batch_size: b; for POISSON what make_private divides by: n / num_batches, rounded down.
-        num_batches: Batches of one pass.
-        sampling_rate: Probability with which a record joins a POISSON batch (`drawn_rate`), or
-            None.
-        sampler: Sampler of the batches.
-    """
-
-    order: BatchOrder
-    dataset_size: int
-    batch_size: int
-    num_batches: int
-    sampling_rate: float | None = None
-    sampler: Any = attrs.field(repr=False)
-
-    @property
-    def description(self) -> str:
-        """The batches in words."""
-        b, n = self.batch_size, self.dataset_size
-        return {
-            BatchOrder.FULL: f"all {n} records in every batch",
-            BatchOrder.CYCLIC: f"batches of {b} of {n} records, each once per epoch, in the same "
-            "order in every epoch",
-            BatchOrder.RESHUFFLED: f"batches of {b} of {n} records, each once per epoch, in an "
-            "order that is drawn anew for every epoch",
-            BatchOrder.POISSON: f"each of {n} records in every batch with probability "
-            f"{self.sampling_rate or 0:.8g}, independently",
-        }[self.order]
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """The arguments of a `RunRecorder` that it decides."""
-        is_exact = self.sampling_rate == self.batch_size / self.dataset_size
-        return {
-            "batch_order": self.order,
-            "dataset_size": self.dataset_size,
-            "batch_size": self.batch_size,
-            "sampling_rate": None if is_exact else self.sampling_rate,
-        }
+def description_of(plan: BatchPlan) -> str:
+    """Returns the batches of a foreign loader in words."""
+    b, n = plan.batch_size, plan.dataset_size
+    if plan.order is BatchOrder.FULL:
+        return f"all {n} records in every batch"
+    if plan.order is BatchOrder.POISSON:
+        rate = plan.sampling_rate or b / n
+        return f"each of {n} records in every batch with probability {rate:.8g}, independently"
+    order = "in the same order in every epoch"
+    if plan.order is BatchOrder.RESHUFFLED:
+        order = "in an order that is drawn anew for every epoch"
+    return f"batches of {b} of {n} records, each once per epoch, {order}"
 
 
 def poisson_rate(data_loader: Any) -> float:
     """Returns the rate of Poisson batches, of which one of all records is one; inf for others."""
     try:
-        reading = read_loader(data_loader)
+        plan = read_loader(data_loader)
     except UnsupportedRunError:
         return math.inf
-    if reading.order is BatchOrder.FULL:
-        return 1.0
-    return math.inf if reading.sampling_rate is None else reading.sampling_rate
+    if plan.order not in (BatchOrder.FULL, BatchOrder.POISSON):
+        return math.inf
+    return plan.sampling_rate or plan.batch_size / plan.dataset_size
 
 
 def draws_from_shares(data_loader: Any) -> bool:
@@ -364,8 +331,10 @@ def draws_from_shares(data_loader: Any) -> bool:
     return type(batches) is DistributedUniformWithReplacementSampler
 
 
-def read_loader(data_loader: Any) -> LoaderReading:
-    """Reads the batches of a torch DataLoader or of Opacus' DPDataLoader.
+def read_loader(data_loader: Any) -> BatchPlan:
+    """Reads the batches of a torch DataLoader or of Opacus' DPDataLoader; nobody deals the plan.
+
+    Its order is FULL, CYCLIC, RESHUFFLED or POISSON, its batch_size what Opacus divides by.
 
     Raises:
         UnsupportedRunError: It is another loader, which cannot be read, or it deals batches that
@@ -396,23 +365,18 @@ def drawn_rate(rate: float, dtype: torch.dtype = torch.float32) -> float:
     return min(1.0, math.ceil(float(torch.tensor(rate, dtype=dtype)) * numbers) / numbers)
 
 
-def _read_poisson(data_loader: DataLoader) -> LoaderReading:
+def _read_poisson(data_loader: DataLoader) -> BatchPlan:
     refuse_repeated_records(data_loader.dataset)
     batches: Any = data_loader.batch_sampler
     size = batches.total_size if draws_from_shares(data_loader) else batches.num_samples
     # As in Opacus' make_private, to the last bit.
-    batch_size = int(size * (1 / len(data_loader)))
-    return LoaderReading(
-        order=BatchOrder.POISSON,
-        dataset_size=size,
-        batch_size=max(1, batch_size),
-        num_batches=len(data_loader),
-        sampling_rate=drawn_rate(float(batches.sample_rate), torch.get_default_dtype()),
-        sampler=batches,
-    )
+    batch_size = max(1, int(size * (1 / len(data_loader))))
+    rate: float | None = drawn_rate(float(batches.sample_rate), torch.get_default_dtype())
+    rate = None if rate == batch_size / size else rate
+    return SampledPlan(range(size), batch_size, BatchOrder.POISSON, RandomKeys(), None, rate)
 
 
-def _read_equal_batches(data_loader: DataLoader) -> LoaderReading:
+def _read_equal_batches(data_loader: DataLoader) -> BatchPlan:
     sampler: Any = getattr(data_loader.batch_sampler, "sampler", None)
     shuffles = type(sampler) in (RandomSampler, SubsetRandomSampler)
     plan = plan_batches(
@@ -426,16 +390,11 @@ def _read_equal_batches(data_loader: DataLoader) -> LoaderReading:
             "every epoch, and no bound here is about that. Leave the same records out with "
             f"torch.utils.data.Subset(dataset, range({size})), or use poisson_sampling=True."
         )
-    is_full = plan.num_batches == 1
-    if shuffles and not is_full:
+    if plan.num_batches == 1:
+        plan.order = BatchOrder.FULL
+    elif shuffles:
         _refuse_known_seed(sampler)
-    return LoaderReading(
-        order=BatchOrder.FULL if is_full else plan.order,
-        dataset_size=size,
-        batch_size=plan.batch_size,
-        num_batches=plan.num_batches,
-        sampler=data_loader.batch_sampler,
-    )
+    return plan
 
 
 def _refuse_known_seed(sampler: Any) -> None:

@@ -33,13 +33,14 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS
 from hidden_state_accountants.runs.run import Step
+from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import criteria
 from hidden_state_adapters.opacus.frozen import refuse_packed_sequences
 from hidden_state_adapters.opacus.gradients import rows_of
 from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
 from hidden_state_adapters.opacus.norms import ROUNDING, check_clip_margin, joint_norm
 from hidden_state_adapters.opacus.order import (
-    LoaderReading,
+    description_of,
     drawn_rate,
     draws_from_shares,
     poisson_rate,
@@ -93,22 +94,16 @@ ON_TRUST = on_trust(BatchOrder.POISSON)
 """What undeclared steps rest on."""
 
 
-def _coins_of(batch_sampler: Any) -> list[Assumption]:
-    """Lists the generator of a sampler of Poisson batches, if it is ours."""
-    is_own = isinstance(getattr(batch_sampler, "generator", None), OwnGenerator)
-    return [_OWN_COINS] if is_own else []
-
-
-def _compared(reading: LoaderReading, declared: Mapping[str, Any]) -> dict[str, Any]:
+def _compared(plan: BatchPlan, declared: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the fields of what a loader deals; raises UnsupportedRunError if others were
     declared.
     """
-    fields = reading.fields
+    fields = plan.fields
     for name, given in declared.items():
         found = fields[name]
         is_secret = (given, found) == (BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
         # Opacus rounds the batch size of Poisson batches; a full batch is one of any fixed order.
-        fits = name == "batch_size" and reading.order is BatchOrder.POISSON
+        fits = name == "batch_size" and plan.order is BatchOrder.POISSON
         fits |= found is BatchOrder.FULL and given is not BatchOrder.POISSON
         if is_secret:
             fields[name] = given
@@ -116,7 +111,7 @@ def _compared(reading: LoaderReading, declared: Mapping[str, Any]) -> dict[str, 
             words = [f'"{x.value}"' if isinstance(x, BatchOrder) else x for x in (found, given)]
             raise UnsupportedRunError(
                 f"Expected {name} = {words[0]}, which is what the loader deals "
-                f"({reading.description}), got {words[1]} in declare_run. Leave {name} out, it is "
+                f"({description_of(plan)}), got {words[1]} in declare_run. Leave {name} out, it is "
                 "read from the loader that make_private returned; for other batches use another "
                 "loader, or poisson_sampling= of make_private."
             )
@@ -175,8 +170,8 @@ class StockRun(AccountedRun):
                 "or HiddenStatePrivacyEngine with constants in Batches."
             )
         check_processes(made.data_loader, num_processes(made.optimizer))
-        reading = read_loader(made.data_loader)
-        self._batches = _compared(reading, declared)
+        plan = read_loader(made.data_loader)
+        self._batches = _compared(plan, declared)
         self._order = BatchOrder(self._batches["batch_order"])
         self._radius = projection_radius
         criteria.check_convexity(self._loss, made.inner, [made.inner.parameters()])
@@ -190,8 +185,8 @@ class StockRun(AccountedRun):
         super().__init__(self._new_recorder())
         self.recorder.check_relation(relation)
         self.assume(
-            Assumption.checked(f"the loader deals {reading.description}"),
-            *_coins_of(reading.sampler),
+            Assumption.checked(f"the loader deals {description_of(plan)}"),
+            *made.coins,
             on_trust(self._order, loss, self._radius),
         )
 
@@ -398,7 +393,9 @@ class MadePrivate:
     @property
     def coins(self) -> list[Assumption]:
         """Lists the generator of the sampler, if `prepare` put it in."""
-        return _coins_of(getattr(self.data_loader, "batch_sampler", None))
+        sampler = getattr(self.data_loader, "batch_sampler", None)
+        is_own = isinstance(getattr(sampler, "generator", None), OwnGenerator)
+        return [_OWN_COINS] if is_own else []
 
     def check_undeclared(self) -> None:
         """Raises UnsupportedRunError if a loader that is known does not deal Poisson batches."""
