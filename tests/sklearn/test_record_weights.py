@@ -13,8 +13,7 @@ from hidden_state_adapters.sklearn import (
     UnaccountedStepWarning,
 )
 from hidden_state_adapters.sklearn.record_weights import class_weights
-from hidden_state_adapters.sklearn.records import Records
-from hidden_state_adapters.sklearn.steps import gradient_sum
+from hidden_state_adapters.sklearn.records import Records, gradient_sum
 
 pytestmark = pytest.mark.filterwarnings(  # the same records in every test
     "ignore::hidden_state_adapters.sklearn.PrivacyBudgetWarning"

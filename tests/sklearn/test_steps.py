@@ -13,8 +13,7 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants import UnsupportedRunError
 from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.recipe import Recipe, silent
-from hidden_state_adapters.sklearn.records import Records, row_norms
-from hidden_state_adapters.sklearn.steps import gradient_sum
+from hidden_state_adapters.sklearn.records import Records, gradient_sum, row_norms
 
 N, D, K = 24, 5, 3
 rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""What is known of the columns in public: where they are cut, and hat functions in between.
+"""Public bounds of the columns, and hat functions between them.
 
 Every record is mapped by itself, before it is brought to its norm.
 """
@@ -19,8 +19,7 @@ class Columns:
 
     Attributes:
         middle, half: Middle and half range of every column, shape (features,).
-        knots: Of every column, evenly between its bounds, shape (features,); 0 for a column that
-            stays a number.
+        knots: Number of knots of every column, shape (features,); 0 for one that stays a number.
     """
 
     middle: np.ndarray
@@ -29,16 +28,7 @@ class Columns:
 
     @classmethod
     def of(cls, bounds: Any, splines: Any, names: list[str]) -> Columns:
-        """Checks the arguments of an estimator.
-
-        Args:
-            bounds: (low, high) of every column, or of all.
-            splines: Number of knots of every column, or of all; None for none.
-            names: Of the columns.
-
-        Raises:
-            ValueError: One has an impossible value.
-        """
+        """Checks `column_bounds` and `splines` of an estimator, for columns of these names."""
         columns = len(names)
         try:
             low, high = np.broadcast_to(np.asarray(bounds, dtype=np.float64), (columns, 2)).T
@@ -68,11 +58,7 @@ class Columns:
         return int(np.maximum(self.knots, 1).sum())
 
     def apply(self, X: Any) -> np.ndarray:
-        """Columns cut at their bounds and brought to [-1, 1]; hat functions of those with knots.
-
-        Raises:
-            ValueError: The records are sparse.
-        """
+        """Columns cut at their bounds and brought to [-1, 1]; hat functions of those with knots."""
         if sparse.issparse(X):
             raise ValueError(
                 "Expected dense records beside column_bounds, got a sparse matrix, of which "

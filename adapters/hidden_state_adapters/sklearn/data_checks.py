@@ -40,8 +40,8 @@ class Lineage:
     """An estimator and its copies, which a search makes and fits: they are warned of once.
 
     Attributes:
-        fits, copies: That this process knows of.
-        is_warned: Whether they were warned of.
+        fits, copies: Numbers of them that this process knows of.
+        is_warned: True once a warning was given.
     """
 
     fits: int = 0
@@ -67,16 +67,9 @@ class Lineage:
 def look_at(X: Any, y: np.ndarray, lineage: Lineage, name: str, stacklevel: int) -> int:
     """Warns of records that were trained on before, were transformed together, or are equal.
 
-    Args:
-        X: The records, dense or CSR.
-        y: Their labels or targets.
-        lineage: Of the estimator.
-        name: Of the estimator.
-        stacklevel: Of the caller's caller.
-
     Returns:
-        How many fits, this one included, this process knows of: on records that look like these,
-        or of this estimator and its copies.
+        Number of fits that this process knows of, this one included: on records that look like
+        these, or of this estimator and its copies.
     """
     direction = np.random.default_rng(0).normal(size=X.shape[1])  # equal rows, equal products
     products = np.concatenate([X[part] @ direction for part in blocks_of(X)])
@@ -119,13 +112,7 @@ def look_at(X: Any, y: np.ndarray, lineage: Lineage, name: str, stacklevel: int)
 
 
 def warn_of_balanced(codes: np.ndarray, weights: np.ndarray, stacklevel: int) -> None:
-    """Warns of weights with which all classes of these records weigh the same: they were counted.
-
-    Args:
-        codes: The class of every record.
-        weights: Of the records.
-        stacklevel: Of the caller's caller.
-    """
+    """Warns of weights with which all classes weigh the same: they were counted."""
     counts, sums = np.bincount(codes), np.bincount(codes, weights)
     counts, sums = counts[counts > 0], sums[counts > 0]
     are_even = sums[0] > 0 and np.allclose(sums, sums[0], rtol=_COUNTED, atol=0)
@@ -144,13 +131,7 @@ def warn_of_units(
 ) -> None:
     """Warns of columns of unlike units: normalised records then hardly differ.
 
-    By what is released alone.
-
-    Args:
-        means: Of the columns of records of norm at most 1, with noise.
-        std: Of the noise in one of them.
-        name: Of a column.
-        stacklevel: Of the caller's caller.
+    Looks at the released `means` alone, of records of norm at most 1, with noise of `std` in each.
     """
     if means @ means < _SAME_DIRECTION or std > _MOST_NOISE:
         return
@@ -165,7 +146,7 @@ def warn_of_units(
 
 
 def _fitted_step(X: np.ndarray) -> str | None:
-    """What leaves columns that add up to zero exactly, or that all end at 0 and 1."""
+    """The step that leaves columns that add up to zero exactly, or that all end at 0 and 1."""
     columns = X.shape[1]
     total, square = np.zeros(columns), np.zeros(columns)
     low, high = np.full(columns, np.inf), np.full(columns, -np.inf)
@@ -189,7 +170,7 @@ def _fitted_step(X: np.ndarray) -> str | None:
 
 
 def _between(X: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
-    """Whether a column has a third value; flags have none, whatever was done to them."""
+    """True for columns with a third value; flags have none, whatever was done to them."""
     found = np.zeros(X.shape[1], dtype=bool)
     for index in blocks_of(X):
         part = X[index]
@@ -198,7 +179,7 @@ def _between(X: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
 
 
 def _has_equal_rows(X: Any, y: np.ndarray, products: np.ndarray) -> bool:
-    """Whether two records are equal, their labels included: among the likeliest pairs."""
+    """True if two of the likeliest pairs of records are equal, labels included."""
     order = np.argsort(products, kind="stable")
     gaps = np.diff(products[order])
     pairs = np.flatnonzero(gaps <= _SAME * np.abs(products).max())[:_CANDIDATES]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from scipy import sparse
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, clone
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
@@ -39,8 +39,14 @@ from hidden_state_adapters.sklearn.preprocessing import (
     with_whitening,
 )
 from hidden_state_adapters.sklearn.record_weights import class_weights, sample_weights
-from hidden_state_adapters.sklearn.records import NORMALIZATIONS, Records, blocks_of, row_norms
-from hidden_state_adapters.sklearn.steps import Targets, gradient_sum
+from hidden_state_adapters.sklearn.records import (
+    NORMALIZATIONS,
+    Records,
+    Targets,
+    blocks_of,
+    gradient_sum,
+    row_norms,
+)
 from hidden_state_adapters.temperature import clipped_losses
 
 _FLOATS = (np.float64, np.float32)
@@ -65,11 +71,7 @@ _NOT_HERE = {
 
 
 class PrivateLinearModel(BaseEstimator):
-    """What classifier and regressor have in common.
-
-    The constructor only stores. `fit` asks `hidden_state_accountants.recommend` for a run, which
-    looks at no record, and trains it.
-    """
+    """Base of classifier and regressor: the constructor only stores, `fit` trains a public run."""
 
     _not_here: ClassVar[dict[str, str]] = _NOT_HERE
 
@@ -79,7 +81,7 @@ class PrivateLinearModel(BaseEstimator):
         return super().__new__(cls)
 
     def set_params(self, **params: Any) -> Any:
-        """As in scikit-learn; says of an argument that is not there why."""
+        """Sets parameters; says of one that is not there why."""
         for name in set(params) & set(self._not_here):
             raise ValueError(f"Expected no {name}, got {params[name]!r}: {self._not_here[name]}.")
         return super().set_params(**params)
@@ -90,7 +92,7 @@ class PrivateLinearModel(BaseEstimator):
         return object.__getattribute__(self, name)  # says what a property or Python says
 
     def __sklearn_clone__(self) -> Any:
-        copied = type(self)(**clone_parameters(self))
+        copied = super().__sklearn_clone__()
         copied._lineage = self._of_lineage()
         if "_sent_from" in vars(self):
             copied._sent_from = self._sent_from
@@ -106,7 +108,7 @@ class PrivateLinearModel(BaseEstimator):
         return self._lineage
 
     def __getstate__(self) -> Any:
-        """What a worker process gets: with the ledger of the budget that this process is in."""
+        """State for a worker process: with the ledger of the budget that this process is in."""
         budget = active_budget()
         sent = {} if budget is None else {"_sent_from": budget.ledger}
         return {**super().__getstate__(), **sent}
@@ -179,7 +181,7 @@ class PrivateLinearModel(BaseEstimator):
         return self._mapped(public)
 
     def _columns(self, number: int) -> Columns | None:
-        """What is known of the columns; None for nothing."""
+        """Public knowledge of the columns; None for none."""
         if self.column_bounds is not None:
             names = [self._column_name(index) for index in range(number)]
             return Columns.of(self.column_bounds, self.splines, names)
@@ -310,7 +312,7 @@ class PrivateLinearModel(BaseEstimator):
 
     @property
     def intercept_of_columns_(self) -> Any:
-        """What is predicted, by the same map, where all columns are 0; of the kind of `intercept_`.
+        """Prediction, by the same map, where all columns are 0; of the kind of `intercept_`.
 
         Logits of a classifier are those of `decision_function`.
         """
@@ -342,7 +344,7 @@ class PrivateLinearModel(BaseEstimator):
 
     @property
     def guarantee_(self) -> Guarantee:
-        """What is proved of the fitted model, with its assumptions.
+        """Guarantee of the fitted model, with its assumptions.
 
         It is about this one fit: other fits on the same records compose with it.
         """
@@ -421,13 +423,6 @@ def _store(self: Any, **arguments: Any) -> None:
     vars(self).update(arguments)
 
 
-def clone_parameters(estimator: BaseEstimator) -> dict[str, Any]:
-    """Copies of the parameters, as sklearn.base.clone makes them."""
-    return {
-        name: clone(value, safe=False) for name, value in estimator.get_params(deep=False).items()
-    }
-
-
 class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
     """A linear classifier that is (epsilon, delta)-differentially private: logistic or softmax.
 
@@ -450,8 +445,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
     see no other function of them.
 
     Args:
-        epsilon: Of the target.
-        delta: Of the target.
+        epsilon, delta: The target.
         classes: All labels that there can be, at least two; a label outside of them is an error
             before training. "from_labels" takes those that occur, and lists as declared that it
             is public which ones do.
@@ -477,10 +471,10 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             functions, evenly between its `column_bounds`: linear in between, at no cost.
         class_weight: A public number for each label (1 where it is left out); gradients are
             multiplied with them, divided by the largest. "balanced" would count the labels.
-        calibrate: Whether one temperature for `predict_proba` is released, with noise and
+        calibrate: True to release one temperature for `predict_proba`, with noise and
             accounted: 3 % of the squared mu of the target. Where records are so few, or epsilon so
             small, that its noise exceeds its use, it is a public number. Labels do not change.
-        fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
+        fit_intercept: True to append a constant of 0.3 times `feature_norm` to every record.
         neighboring_relation: REPLACE_SPECIAL or REPLACE_ONE: the number of records is public.
         verbose: Above 0: how far the training is, on the standard output. Nothing that is computed
             from the records is shown.
@@ -492,10 +486,10 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         intercept_: Shape (1 or classes,).
         coef_of_columns_, intercept_of_columns_: The same in the units of the columns, for
             normalization="clip" and records that nothing cuts, as for `PrivateRegressor`.
-        temperature_: What logits are divided by for probabilities; 1 without `calibrate`.
-        n_features_in_, n_iter_: Of the training.
-        privacy_event_: What was trained, for an accountant that composes several fits.
-        guarantee_, report_: What is proved, and a statement to paste.
+        temperature_: Divisor of the logits for probabilities; 1 without `calibrate`.
+        n_features_in_, n_iter_: Numbers of columns and of steps.
+        privacy_event_: The run, for an accountant that composes several fits.
+        guarantee_, report_: The guarantee, and a statement to paste.
     """
 
     _not_here: ClassVar[dict[str, str]] = {**_NOT_HERE, "alpha": _NO_PENALTY}
@@ -636,7 +630,7 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
 
 
 def _is_for_two_classes() -> bool:
-    """Whether scikit-learn fits one of the two-class models that it makes of several classes."""
+    """True inside of scikit-learn's wrappers that make two-class models of several classes."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
@@ -646,11 +640,7 @@ def _is_for_two_classes() -> bool:
 
 
 def _codes(y: np.ndarray, classes: np.ndarray) -> np.ndarray:
-    """Positions of the labels among the sorted classes.
-
-    Raises:
-        ValueError: A label is not among them.
-    """
+    """Positions of the labels among the sorted classes; a label outside is a ValueError."""
     if (y.dtype.kind in _NUMBERS) != (classes.dtype.kind in _NUMBERS):
         raise ValueError(
             f"Expected labels of the kind of classes = {classes.tolist()!r}, got {y[0]!r}. Convert "
@@ -685,18 +675,19 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
     Formal guarantees: as for `PrivateClassifier`.
 
     Args:
-        epsilon, delta: As for `PrivateClassifier`.
+        epsilon, delta: The target.
         target_bounds: (low, high), from public knowledge.
-        threshold: Of the residual, in units of half the distance of the bounds.
+        threshold: Residual from which the loss is linear, in half distances of the bounds.
         alpha: The loss gets alpha/2 times the squared norm of the weights, the intercept included.
         feature_norm: What longer records are cut to. Choose it from public knowledge.
         normalization: "clip" brings longer records to `feature_norm`, "scale" every one.
-        preprocessing, public_features, column_bounds, splines: As for `PrivateClassifier`.
-        calibrate: Whether the mean of the residuals, each at most a quarter of the distance of the
-            bounds, is added to the intercept where its noise is small: it is released with noise
-            and accounted, 3 % of the squared mu of the target.
-        fit_intercept: Whether a constant of 0.3 times `feature_norm` is appended to every record.
-        neighboring_relation, verbose: As for `PrivateClassifier`.
+        preprocessing, public_features, column_bounds, splines: The arguments of
+            `PrivateClassifier`.
+        calibrate: True to add the mean of the residuals, each at most a quarter of the distance of
+            the bounds, to the intercept where its noise is small: it is released with noise and
+            accounted, 3 % of the squared mu of the target.
+        fit_intercept: True to append a constant of 0.3 times `feature_norm` to every record.
+        neighboring_relation, verbose: The arguments of `PrivateClassifier`.
 
     Attributes:
         coef_: Shape (features,), for records as they are normalised.
@@ -704,7 +695,8 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         coef_of_columns_, intercept_of_columns_: The same in the units of the columns, for records
             that nothing cuts: X @ coef_of_columns_ + intercept_of_columns_ is `predict(X)`, for
             normalization="clip" and records no longer than `feature_norm` within the bounds.
-        n_features_in_, n_iter_, privacy_event_, guarantee_, report_: As for `PrivateClassifier`.
+        n_features_in_, n_iter_, privacy_event_, guarantee_, report_: The attributes of
+            `PrivateClassifier`.
     """
 
     def __init__(
@@ -734,7 +726,7 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         Args:
             X: The records.
             y: Their targets.
-            sample_weight: As for `PrivateClassifier.fit`.
+            sample_weight: Weights of the records, in [0, 1], each a function of its record alone.
 
         Raises:
             TypeError, ValueError: An argument has an impossible value; nothing was trained.

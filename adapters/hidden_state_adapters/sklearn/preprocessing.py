@@ -36,13 +36,13 @@ _LEAST_VARIANCE = 0.01  # of the mean variance: columns without any are not blow
 
 @attrs.frozen(eq=False)
 class Statistics:
-    """What was released of the columns. The noise is in it, so it may be seen.
+    """Released statistics of the columns. The noise is in them, so they may be seen.
 
     Attributes:
-        means: Subtracted, shape (features,); None without centring.
-        factors: Multiplied with, shape (features,); None without scaling.
-        whitening: Multiplied with, shape (features, features), after another normalisation; None
-            without whitening.
+        means: Subtrahend, shape (features,); None without centring.
+        factors: Factors, shape (features,); None without scaling.
+        whitening: Matrix, shape (features, features), that rows are multiplied with after another
+            normalisation; None without whitening.
     """
 
     means: np.ndarray | None
@@ -77,15 +77,8 @@ def release_statistics(
 
     Formal guarantees: `GaussianDpEvent(noise_multiplier)`, as this package reads it: one record
     that is replaced by zeros moves the sum by at most its norm bound, one that is replaced by
-    another by twice that. The number of records is public.
-
-    Args:
-        matrix: Shape (records, features); dense if the step centres.
-        step: One of `STEPS`.
-        feature_norm: F.
-        normalization: As for `Records`.
-        noise_multiplier: Standard deviation of the noise over the norm bound of a record.
-        normal: Draws noise of a standard deviation and shape.
+    another by twice that. The number of records is public. The noise multiplier is the standard
+    deviation of the noise over the norm bound of a record.
     """
     sums = column_sums(matrix, step, feature_norm, normalization)
     std = noise_multiplier * record_norm(step)
@@ -112,16 +105,8 @@ def with_whitening(
 ) -> Statistics:
     """Whitening of the centred records by one noisy sum of moments.
 
-    Formal guarantees: as `noisy_moment` has, for records that are functions of themselves and of
-    the released means.
-
-    Args:
-        centred: The means.
-        matrix: Shape (records, features), dense.
-        feature_norm: F.
-        normalization: As for `Records`.
-        std: Of the noise in an entry, for records of norm 1.
-        normal: Draws noise of a standard deviation and shape.
+    Formal guarantees: those of `noisy_moment`, for records that are functions of themselves and of
+    the released means. `std` is that of the noise in an entry, for records of norm 1.
     """
     total = moment_sum(centred, matrix, feature_norm, normalization)
     n, columns = matrix.shape

@@ -11,15 +11,7 @@ from hidden_state_accountants import validate
 
 
 def class_weights(given: Any, classes: np.ndarray) -> np.ndarray | None:
-    """The weight of every class over the largest one, shape (classes,); None for none.
-
-    Args:
-        given: A number > 0 for each label; those left out have weight 1.
-        classes: The labels, sorted.
-
-    Raises:
-        TypeError, ValueError: It is something else.
-    """
+    """Weights of the sorted classes over the largest one, shape (classes,); None for none."""
     if given is None:
         return None
     if isinstance(given, str):
@@ -46,11 +38,7 @@ def class_weights(given: Any, classes: np.ndarray) -> np.ndarray | None:
 
 
 def sample_weights(given: Any, records: int) -> np.ndarray | None:
-    """The weights of the records, shape (records,); None for none.
-
-    Raises:
-        ValueError: There is not one for each record, or one is not in [0, 1].
-    """
+    """Weights of the records in [0, 1], shape (records,); None for none."""
     if given is None:
         return None
     weights = np.asarray(given, dtype=np.float64)

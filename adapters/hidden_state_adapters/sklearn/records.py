@@ -1,16 +1,21 @@
-"""The records as a model sees them: each one is brought to its norm by itself."""
+"""Records, each brought to its norm by itself, and the sum of their clipped gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import numpy as np
 from scipy import sparse
 
+from hidden_state_accountants.losses.arrays import NUMPY
+from hidden_state_accountants.losses.linear import BY_NAME
+
+Targets = Callable[[slice], np.ndarray]
 NORMALIZATIONS = ("scale", "clip")
 _SHORTEST, _LONGEST = 1e-30, 1e30
+_TINY = 1e-300
 _BLOCK = 2**18  # stored numbers of the matrix that are worked on at once: they fit into a cache
 
 
@@ -22,9 +27,9 @@ class Records:
 
     Attributes:
         matrix: Shape (records, features), dense or CSR, float32 or float64.
-        scales: What the rows are multiplied with, shape (records,).
+        scales: Factors of the rows, shape (records,).
         constant: The feature of the intercept; 0 without one.
-        norms: Of the scaled rows with the constant, shape (records,).
+        norms: Norms of the scaled rows with the constant, shape (records,).
     """
 
     matrix: Any
@@ -36,11 +41,7 @@ class Records:
     def of(cls, matrix: Any, feature_norm: float, normalization: str, constant: float) -> Records:
         """Scales every row by itself; one shorter than 1e-30 or longer than 1e30 counts as zeros.
 
-        Args:
-            matrix: See above.
-            feature_norm: F.
-            normalization: "scale" to exactly F (rows of zeros stay), "clip" to at most F.
-            constant: The feature of the intercept, or 0.
+        "scale" brings it to exactly `feature_norm` (rows of zeros stay), "clip" to at most that.
         """
         norms = row_norms(matrix)
         scales = row_scales(norms, feature_norm, normalization)
@@ -52,7 +53,7 @@ class Records:
 
     @property
     def num_weights(self) -> int:
-        """Of one output, the intercept included."""
+        """Number of weights of one output, the intercept included."""
         return int(self.matrix.shape[1]) + 1
 
     def blocks(self) -> Iterator[slice]:
@@ -81,8 +82,30 @@ class Records:
         total[:-1] += ((slopes * self.scales[index][:, None]).T @ rows).T  # faster than rows.T @
 
 
+def gradient_sum(
+    loss: str,
+    clip_norm: float,
+    records: Records,
+    targets: Targets,
+    weights: np.ndarray,
+    weights_of_records: np.ndarray | None = None,
+) -> np.ndarray:
+    """The sum of the clipped and weighted gradients of all records, of the shape of the weights."""
+    total, slopes = np.zeros_like(weights), BY_NAME[loss](NUMPY, weights.shape[1]).slopes
+    for block in records.blocks():
+        y = slopes(records.predictions(block, weights), targets(block))
+        # The gradient is an outer product: its norm is that of y times that of the record.
+        norms = np.sqrt(np.einsum("ij,ij->i", y, y)) * records.norms[block]
+        factors = np.minimum(clip_norm / np.maximum(norms, _TINY), 1.0)
+        if weights_of_records is not None:
+            factors = factors * weights_of_records[block]
+        y *= factors[:, None]
+        records.add_gradients(block, y, total)
+    return total
+
+
 def row_scales(norms: np.ndarray, feature_norm: float, normalization: str) -> np.ndarray:
-    """What rows of these norms are multiplied with; 0 for those that count as zeros."""
+    """Factors of rows of these norms; 0 for those that count as zeros."""
     # A row that float32 cannot scale without overflow would end the whole run.
     is_usable = (norms >= _SHORTEST) & (norms <= _LONGEST)
     scales = np.where(is_usable, feature_norm / np.where(is_usable, norms, 1.0), 0.0)
