@@ -81,7 +81,7 @@ def test_every_step_is_that_of_the_reference(regulariser, num_blocks):
         flat = [np.concatenate([b.ravel() for b in side]) for side in (run.values, blocks)]
         np.testing.assert_allclose(*flat, rtol=0, atol=1e-13)
     assert run.optimizer.num_steps == 6
-    assert run.optimizer.num_blocks == num_blocks
+    assert len(run.optimizer.blocks) == num_blocks
 
 
 def test_one_block_needs_no_closure():

@@ -215,7 +215,7 @@ def test_cuda(make_dice, tmp_path):
             if other is not None:
                 run.engine.save_checkpoint(path=tmp_path / "c.pt", **PRIVATE)
                 other.engine.load_checkpoint(path=tmp_path / "c.pt")
-        assert run.optimizer.hidden.error(0).device.type == device
+        assert run.optimizer.hidden.errors[0].device.type == device
         ends.append(np.concatenate([weights(run), error_of(run)]))
         assert run.engine.privacy_event.num_steps == 12
     np.testing.assert_allclose(*ends, atol=1e-12)

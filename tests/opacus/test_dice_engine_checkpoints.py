@@ -118,7 +118,7 @@ def marked():
         model(batch).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-    assert float(optimizer.hidden.error(0)) == MARK
+    assert float(optimizer.hidden.errors[0]) == MARK
     return engine, model, optimizer, loader
 
 
@@ -186,7 +186,7 @@ def test_the_field_that_differs_is_named(make_dice, tmp_path, field, arguments):
 
 
 def error_or_zero(run):
-    return flat([run.optimizer.hidden.error(i) for i in range(2)])
+    return flat([run.optimizer.hidden.errors[i] for i in range(2)])
 
 
 def test_runs_of_the_other_kind(make_run, make_dice, tmp_path, dataset):

@@ -32,7 +32,7 @@ BOUND = 2.0001
          "capped batch"),
         ({"schedule": 0.1}, hsa.UnsupportedRunError, "learning rate costs nothing"),
         ({"max_grad_norm": [0.1, 0.1]}, hsa.UnsupportedRunError, "max_grad_norm to be one number"),
-        ({"error_max_grad_norm": [0.1]}, hsa.UnsupportedRunError, "error_max_grad_norm to be one"),
+        ({"error_max_grad_norm": [0.1]}, TypeError, "error_max_grad_norm to be a real number"),
         ({"error_max_grad_norm": 0.0}, ValueError, "error_max_grad_norm > 0"),
         ({"max_grad_norm": 1e-20, "model": nn.Linear(5, 3)}, ValueError, "underflow"),
         ({"gradient_bound": 0.0}, ValueError, "gradient_bound"),

@@ -234,9 +234,16 @@ def hooked(run, features, *, register, change):
     return output
 
 
+def exchanged(run, features):
+    """Another hook in the place of one that was there in the first pass."""
+    run.plain_model._forward_pre_hooks.popitem()
+    return hooked(run, features, register="register_forward_pre_hook", change=lambda *_: None)
+
+
 PASSES = {
     "functional_call": functional,
     "swapped": swapped,
+    "another hook": exchanged,
     "hook": functools.partial(
         hooked, register="register_forward_hook", change=lambda head, args, output: output + 1.0
     ),
@@ -257,6 +264,7 @@ def test_outputs_of_other_weights_are_refused(make_run, kind, name):
     """4.377 was reported, and up to 82 is true. Nothing is left behind when the step is taken."""
     features, labels = data().tensors
     run = a_run(make_run, kind, data=TensorDataset(nn.functional.normalize(features), labels))
+    run.plain_model.register_forward_pre_hook(lambda head, args: None)
 
     def late():
         for index, (x, y) in enumerate(run.loader):

@@ -8,8 +8,8 @@ import torch
 from opacus import GradSampleModule
 from torch import nn
 
-from hidden_state_adapters.opacus.gradients import Piece
-from hidden_state_adapters.opacus.norms import (
+from hidden_state_adapters.opacus.gradients import (
+    Piece,
     clip_factors,
     joint_norms,
     row_norms,
@@ -62,9 +62,9 @@ def test_factors_without_digits_are_zero():
 
 def test_the_clip_is_exact():
     norms = torch.tensor([0.0, 0.3, 0.5, 2.0], dtype=torch.float64)
-    factors = clip_factors(norms, 0.5, automatic=False, smallest=1e-100)
+    factors = clip_factors(norms, 0.5)
     np.testing.assert_array_equal(factors, [1.0, 1.0, 1.0, 0.25])
-    factors = clip_factors(norms, 0.5, automatic=True, smallest=1e-100)
+    factors = clip_factors(norms, 0.5, 1e-100)
     np.testing.assert_allclose(factors * norms, [0.0, 0.5, 0.5, 0.5])
 
 
@@ -78,10 +78,8 @@ def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(dtype):
     vectors = (torch.ones(400, 1000, dtype=torch.float64) * 10.0 ** exponents[:, None].double()).to(
         dtype
     )
-    for automatic in (False, True):
-        factors = clip_factors(
-            joint_norms([vectors]), smallest, automatic=automatic, smallest=smallest
-        )
+    for least in (None, smallest):
+        factors = clip_factors(joint_norms([vectors]), smallest, least)
         clipped = vectors.double() * factors.double()[:, None]
         # scaled before it is squared here, too
         lengths = clipped.abs().amax(dim=1) * math.sqrt(1000)

@@ -235,17 +235,6 @@ def test_what_was_cleared_does_not_count(mode, clear, clear_first):
     assert not torch.equal(weights[0], torch.cat([p.flatten() for p in network().parameters()]))
 
 
-def test_a_pass_in_eval_mode_is_no_part_of_the_loss():
-    """It would have no effect."""
-    model, optimizer, loader = private(HiddenStatePrivacyEngine(), network())
-    for first, second, _ in loader:
-        loss = squares(model(first)) + squares(model.eval()(second))
-        model.train()
-        loss.backward()
-        with pytest.raises(UnsupportedRunError, match="something beside"):
-            optimizer.step()
-
-
 def test_every_backward_pass_meets_the_activations_of_its_own_pass():
     """Opacus would take those of the last pass first."""
     weights = []

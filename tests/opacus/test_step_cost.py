@@ -313,7 +313,7 @@ def test_buffers_are_where_the_parameters_are(kind, dtype):
     loop = Loop(kind, "cuda", dtype=dtype)
     loop.epoch()
     hidden = getattr(loop.optimizer, "hidden", None)
-    buffers = [] if hidden is None else [hidden.error(i) for i in range(len(hidden._params))]
+    buffers = [] if hidden is None else [hidden.errors[i] for i in range(len(hidden._params))]
     buffers += loop.optimizer.run.passes._own
     for buffer in buffers:
         assert (buffer.device.type, buffer.dtype) == ("cuda", dtype)

@@ -22,8 +22,7 @@ from hidden_state_accountants.runs.algorithms import Algorithm
 from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus.criteria import check_convexity
 from hidden_state_adapters.opacus.declared import DeclaredRun
-from hidden_state_adapters.opacus.gradients import Piece
-from hidden_state_adapters.opacus.norms import check_clip_norms, clip_factors
+from hidden_state_adapters.opacus.gradients import Piece, check_clip_norms, clip_factors
 from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
 from hidden_state_adapters.opacus.step_maps import RegulariserProx
@@ -37,12 +36,12 @@ class BlockCoordinate(MechanismOptions):
     Args:
         l1: Weight of the lasso, >= 0.
         l2: Weight of the squared norm, >= 0, which makes the prox contract.
-        nonnegative: Whether the parameters are kept >= 0.
+        nonnegative: True to keep the parameters >= 0.
     """
 
-    l1: float = 0.0
-    l2: float = 0.0
-    nonnegative: bool = False
+    l1: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
+    l2: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
+    nonnegative: bool = attrs.field(default=False, validator=validate.FLAG)
 
     def optimizer_class(self, optimizer: Optimizer) -> type[PrivateOptimizer]:
         """See `MechanismOptions.optimizer_class`."""
@@ -62,23 +61,9 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
 
     with the gradient of one record for one block clipped as one vector, by exactly min(1, C/|v|),
     and r restricted to :math:`\theta \ge 0` if `nonnegative`. As with L-BFGS the gradients come
-    from a closure; it is called once per block::
-
-        engine = HiddenStatePrivacyEngine()
-        groups = [{"params": model[0].parameters()}, {"params": model[1].parameters()}]
-        model, optimizer, loader = engine.make_private(
-            module=model, optimizer=torch.optim.SGD(groups, lr=0.1),
-            data_loader=DataLoader(data, batch_size=100), noise_multiplier=2.0,
-            max_grad_norm=1.0, mechanism=BlockCoordinate(l1=0.001))
-        for features, targets in loader:
-            def closure():
-                optimizer.zero_grad()
-                criterion(model(features), targets).backward()
-            optimizer.step(closure)
-        print(engine.report(1e-5))
-
-    One block needs no closure: backward() and step() as always. The gradients are those of Opacus;
-    of a linear head with a known loss they are computed from its formula.
+    from a closure, which is called once per block (examples/block_coordinate_opacus.py). One block
+    needs no closure. The gradients are those of Opacus; of a linear head with a known loss they are
+    computed from its formula.
 
     Formal guarantees:
       - Those of the `BlockCoordinateDpEvent` of the run (`engine.privacy_event`) under
@@ -86,21 +71,18 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         released, nothing else (the engine takes a release before that into account). One block with
         a known loss or a contracting prox may profit from hidden states; several blocks cost the
         composition of all their updates (docs/papers/block_coordinate.md).
-      - Checked at every update: constant step size, clip norm and regulariser; the blocks are all
-        that is trained, in float32 or float64; finite gradients of b records, at the current
-        parameters, on the batch that the loader drew. A step that is refused ends the run without
-        an epsilon. Whenever epsilon is asked for: frozen parameters and buffers are as they were.
+      - A step that is refused ends the run without an epsilon.
       - Declared: the loss is that of the batch's targets, and the numbers of steps and the noise do
         not depend on the records. Not covered: rounding of floating-point numbers.
 
     Args:
-        optimizer: A plain torch.optim.SGD with equal options in all groups: no momentum, no decay.
+        optimizer: Plain torch.optim.SGD with equal options in all groups: no momentum, no decay.
             Its learning rate is eta, constant (with loss_reduction="sum" eta = lr * b).
         noise_multiplier: Standard deviation of the noise on the sum of a block's clipped gradients
             over max_grad_norm. It may be set to another value between steps.
-        max_grad_norm: C > 0, for each block.
-        expected_batch_size: b, the divisor and the number of rows of every batch.
-        loss_reduction: "mean" or "sum", that of the loss.
+        max_grad_norm: Clip norm C > 0 of each block.
+        expected_batch_size: Divisor b, the number of rows of every batch.
+        loss_reduction: Reduction of the loss, "mean" or "sum".
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -142,16 +124,8 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         _learning_rate(optimizer)
         check_convexity(arguments.loss_geometry, module, _blocks_of(optimizer))
         clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
-        check_clip_norms(
-            [p for p in module.parameters() if p.requires_grad], max_grad_norm=clip_norm
-        )
-        options = arguments.mechanism
-        validate.magnitude("l1", options.l1)
-        validate.magnitude("l2", options.l2)
-        if not isinstance(options.nonnegative, bool):
-            raise TypeError(
-                f"Expected nonnegative to be True or False, got {options.nonnegative!r}."
-            )
+        params = [p for p in module.parameters() if p.requires_grad]
+        check_clip_norms(params, max_grad_norm=clip_norm)
 
     @classmethod
     def algorithm(cls, declared: DeclaredRun, noise_multiplier: float) -> Algorithm:
@@ -170,7 +144,7 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
             )
         return algorithms.BlockCoordinate(
             noise_multiplier=noise_multiplier,
-            clip_norm=validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True),
+            clip_norm=arguments.clip_norm,
             step_size=_learning_rate(declared.optimizer) * declared.scale,
             num_blocks=len(_blocks_of(declared.optimizer)),
             prox_strong_convexity=float(arguments.mechanism.l2),
@@ -196,7 +170,7 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything but the noise."""
+        """Settings of the algorithm but the noise."""
         own = {"max_grad_norm": self.max_grad_norm, "lr": _learning_rate(self.original_optimizer)}
         return {**own, **super().settings}
 
@@ -253,14 +227,9 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         """The step size eta of the mean gradient."""
         return _learning_rate(self.original_optimizer) * self.declared.scale
 
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks, p."""
-        return len(self.blocks)
-
 
 def _blocks_of(optimizer: Optimizer) -> list[list[nn.Parameter]]:
-    """The trainable parameters of every parameter group.
+    """Returns the trainable parameters of every parameter group.
 
     Raises:
         UnsupportedRunError: A group has none.
@@ -276,7 +245,7 @@ def _blocks_of(optimizer: Optimizer) -> list[list[nn.Parameter]]:
 
 
 def _learning_rate(optimizer: Optimizer) -> float:
-    """The learning rate of a plain SGD optimizer without decay."""
+    """Returns the learning rate of a plain SGD optimizer without decay."""
     options = sgd_options(optimizer)
     if options["weight_decay"]:
         raise UnsupportedRunError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from opacus.optimizers import DPOptimizerFastGradientClipping, DPPerLayerOptimizer
@@ -18,7 +18,6 @@ from hidden_state_adapters.opacus.private_step import PrivateOptimizer
 from hidden_state_adapters.opacus.update_rules import (
     UnsupportedUpdateError,
     move_by_any_rule,
-    refuse_loaded_moments,
     refuse_moments,
     refuse_step_hooks,
     rule_of,
@@ -163,8 +162,3 @@ class ComposedOptimizer(PrivateOptimizer):
         except UnsupportedUpdateError:  # a learning rate of 1 stands for it
             self._other_rule = rule_of(self.original_optimizer)
         return super().recorded(batch, rows, largest_norm, **values)
-
-    def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
-        """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
-        if not is_checkpoint:
-            refuse_loaded_moments(state_dict)

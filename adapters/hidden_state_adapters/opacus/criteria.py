@@ -28,7 +28,6 @@ from hidden_state_adapters.opacus.losses import (
 )
 from hidden_state_adapters.trained_layers import why_not_convex
 
-_SETTINGS = ("reduction", "label_smoothing", "delta", "beta")
 _LEAVE_OUT = (
     "Leave out criterion= and feature_norm= (and loss_geometry=): every step then counts, whatever "
     "the model and its loss."
@@ -59,20 +58,18 @@ def as_module(criterion: Any) -> Any:
     that it is on the outputs before log_softmax. Everything else is returned as it is.
 
     Raises:
-        UnsupportedRunError: A partial binds an argument by its position.
+        UnsupportedRunError: A partial binds an argument by its position, or an unknown one.
     """
-    options: dict[str, Any] = {}
-    function: Any = criterion
-    if isinstance(criterion, functools.partial) and _module_of(criterion.func) is not None:
-        if criterion.args:
+    is_partial = isinstance(criterion, functools.partial)
+    function, options = (criterion.func, criterion.keywords) if is_partial else (criterion, {})
+    kind = next((kind for known, kind in _FUNCTIONS.items() if function is known), None)
+    if kind is not None:
+        if is_partial and criterion.args:
             raise UnsupportedRunError(
                 f"Expected settings of the criterion by keyword, got {len(criterion.args)} by "
                 "position in functools.partial. Write partial(F.cross_entropy, "
                 "label_smoothing=0.1)."
             )
-        function, options = criterion.func, dict(criterion.keywords)
-    kind = _module_of(function)
-    if kind is not None:
         try:
             criterion = kind(**options)
         except TypeError as error:
@@ -87,10 +84,6 @@ def as_module(criterion: Any) -> Any:
             reduction=criterion.reduction,
         )
     return criterion
-
-
-def _module_of(function: Any) -> type[nn.Module] | None:
-    return next((kind for known, kind in _FUNCTIONS.items() if function is known), None)
 
 
 @attrs.frozen(eq=False)
@@ -124,10 +117,11 @@ class KnownCriterion:
     @property
     def fields(self) -> dict[str, Any]:
         """Settings of the criterion, in plain types."""
-        found = {k: getattr(self.criterion, k) for k in _SETTINGS if hasattr(self.criterion, k)}
-        weights = {k: getattr(self.criterion, k, None) for k in ("weight", "pos_weight")}
-        given = {k: weight.tolist() for k, weight in weights.items() if weight is not None}
-        return {"type": type(self.criterion).__name__, **found, **given}
+        names = "reduction", "label_smoothing", "delta", "beta", "weight", "pos_weight"
+        found = {k: getattr(self.criterion, k) for k in names if hasattr(self.criterion, k)}
+        plain = {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+        kept = {k: v for k, v in plain.items() if v is not None}
+        return {"type": type(self.criterion).__name__, **kept}
 
     def takes(self, target: torch.Tensor, output: torch.Tensor) -> bool:
         """Tells whether `target` has a form in which the targets of `output` may come."""
@@ -140,10 +134,7 @@ class KnownCriterion:
     def slopes(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of the loss of every record in its outputs, shape (n, outputs).
 
-        Args:
-            output: Output of the linear layer, shape (n, outputs), float32 or float64.
-            target: Tensor that `takes` takes. NaN follows from targets that the loss is not made
-                for.
+        NaN follows from targets that the loss is not made for.
 
         Raises:
             TypeError, ValueError: Such targets, of an envelope.
@@ -173,11 +164,10 @@ def _one_hot(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tens
 
 
 def _cross_entropy(criterion: nn.CrossEntropyLoss, outputs: int) -> LinearLoss:
-    default = nn.CrossEntropyLoss().ignore_index
-    if criterion.ignore_index != default:
+    if criterion.ignore_index != -100:  # torch's default
         raise UnsupportedRunError(
-            f"criterion= needs ignore_index = {default}, got {criterion.ignore_index}: ignored "
-            "records rescale the others. Remove those records beforehand."
+            f"criterion= needs ignore_index = -100, got {criterion.ignore_index}: ignored records "
+            "rescale the others. Remove those records beforehand."
         )
     refuse_weights_of_the_batch(criterion)
     weights = _weights(criterion, "weight", outputs)
@@ -301,7 +291,7 @@ def check_convexity(
 
     Args:
         loss: Declared loss; "auto" has one layer anyway.
-        module: The module itself, not Opacus' wrapper.
+        module: Module without Opacus' wrapper.
         blocks: Parameters that are moved together.
     """
     if not isinstance(loss, LossGeometry):
@@ -322,18 +312,14 @@ def auto_loss_geometry(
     """Returns the loss of a linear model trained with `criterion` on features of bounded norm.
 
     What comes before the layer is frozen: a fixed public map of every record. That the loss is that
-    of the layer's output is checked at every step (`head.HeadRun`).
+    of the layer's output is checked at every step.
 
     Args:
-        module: The module itself, not Opacus' wrapper.
-        criterion: nn.CrossEntropyLoss, nn.NLLLoss (behind log_softmax), nn.BCEWithLogitsLoss,
-            nn.MSELoss, nn.HuberLoss or nn.SmoothL1Loss, or the function of torch.nn.functional for
-            it, with any number of outputs; EnvelopeCrossEntropyLoss or EnvelopeSquaredErrorLoss, or
-            with one output EnvelopeBCEWithLogitsLoss or EnvelopeHingeLoss. Weights are those of
-            outputs; for cross-entropy they need reduction="sum". The loop must use this loss, with
-            targets that are class indices or probabilities.
+        module: Module without Opacus' wrapper.
+        criterion: Loss that is known, or the function of torch.nn.functional for it. Weights are
+            those of outputs; for cross-entropy they need reduction="sum".
         feature_norm: Bound on the L2 norm of every record at the linear layer.
-        loss_reduction: "mean" or "sum", as given to make_private.
+        loss_reduction: Reduction as given to make_private, "mean" or "sum".
 
     Raises:
         UnsupportedRunError: The constants of the loss are not known.
@@ -358,11 +344,7 @@ def auto_loss_geometry(
 
 
 def _linear_head(module: nn.Module, passive: tuple[type, ...]) -> nn.Linear:
-    """Returns the linear layer that is all there is to train in `module`, and comes last.
-
-    Args:
-        module: The module itself, not Opacus' wrapper.
-        passive: Types of what may follow in an nn.Sequential.
+    """Returns the linear layer that is all there is to train, and comes last but for `passive`.
 
     Raises:
         UnsupportedRunError: Something else is trained, or follows the head.

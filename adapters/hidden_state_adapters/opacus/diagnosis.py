@@ -25,8 +25,8 @@ def diagnosis(
     Args:
         output: Output of the head, shape (rows, outputs).
         target: Targets of the batch that was dealt.
-        slopes_at: Gives the slopes of the declared loss at targets, shape (rows, outputs).
-        got: What the backward pass left there, of the loss of a record.
+        slopes_at: Function from targets to slopes of the declared loss, shape (rows, outputs).
+        got: Slopes that the backward pass left, of the loss of a record.
     """
     slopes = slopes_at(target)
     if not torch.isfinite(got).all():
@@ -54,7 +54,7 @@ def _broadcast(
     slopes_at: Callable[[torch.Tensor], torch.Tensor],
     got: torch.Tensor,
 ) -> str:
-    """Every output beside the targets of all records."""
+    """Describes every output beside the targets of all records."""
     rows = len(got)
     if rows < 2 or output.shape[1] > 1:
         return ""
@@ -69,7 +69,7 @@ def _broadcast(
 
 
 def _factors(target: torch.Tensor, slopes: torch.Tensor, got: torch.Tensor, is_label: bool) -> str:
-    """Rows that have the right direction and another length."""
+    """Describes rows that have the right direction and another length."""
     squares = (slopes * slopes).sum(dim=1)
     factors = (got * slopes).sum(dim=1) / squares.clamp(min=torch.finfo(squares.dtype).tiny)
     if not _are_alike(got, factors[:, None] * slopes):
@@ -102,7 +102,7 @@ def _factors(target: torch.Tensor, slopes: torch.Tensor, got: torch.Tensor, is_l
 def _softmax(
     output: torch.Tensor, target: torch.Tensor, slopes: torch.Tensor, got: torch.Tensor
 ) -> str:
-    """Smoothed labels, or the softmax slopes of other ones."""
+    """Describes smoothed labels, or the softmax slopes of other ones."""
     classes = output.shape[1]
     hot = F.one_hot(target.reshape(-1).to(output.device), classes).to(output)
     off, spread = got - slopes, hot - 1 / classes

@@ -15,8 +15,9 @@ from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_accountants.runs import algorithms
 from hidden_state_accountants.runs.algorithms import Algorithm
 from hidden_state_adapters.opacus.declared import DeclaredRun
-from hidden_state_adapters.opacus.gradients import Figure, Piece
-from hidden_state_adapters.opacus.norms import (
+from hidden_state_adapters.opacus.gradients import (
+    Figure,
+    Piece,
     check_clip_norms,
     clip_factors,
     joint_norms,
@@ -27,9 +28,7 @@ from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateO
 from hidden_state_adapters.opacus.update_rules import (
     check_type,
     move_by_any_rule,
-    refuse_loaded_moments,
     refuse_moments,
-    refuse_per_layer,
     refuse_step_hooks,
 )
 
@@ -42,14 +41,14 @@ class DiceSGD(MechanismOptions):
         error_max_grad_norm: C_2 > 0, in units of the MEAN update; None is C_1, as the paper
             recommends. One record moves the clipped mean by C_1 / B, but can move the clipped error
             by up to 2 C_2 in every step: without a gradient bound choose it far smaller.
-        automatic: Normalise instead of clip: C v/|v|, and 0 at 0. A gradient bound is then of no
-            use.
-        gradient_bound: A bound on the norm of every per-example gradient before clipping, for all
+        automatic: True to normalise instead of clip: C v/|v|, and 0 at 0. A gradient bound is then
+            of no use.
+        gradient_bound: Bound on the norm of every per-example gradient before clipping, for all
             records that could have been in the data; checked at every step.
     """
 
-    error_max_grad_norm: float | None = None
-    automatic: bool = False
+    error_max_grad_norm: float | None = attrs.field(default=None, validator=validate.POSITIVE)
+    automatic: bool = attrs.field(default=False, validator=validate.FLAG)
     gradient_bound: float = math.inf
 
     def optimizer_class(self, optimizer: Optimizer) -> type[PrivateOptimizer]:
@@ -68,14 +67,14 @@ class HiddenError:
             parameter; empty before the first piece.
 
     Args:
-        params: The trainable parameters; two tensors of the shape of each are kept at most.
+        params: Parameters that are trained; two tensors of the shape of each are kept at most.
     """
 
     norm: torch.Tensor
 
     def __init__(self, params: Sequence[nn.Parameter]):
         self._params = list(params)
-        self._errors = [torch.zeros_like(param.detach()) for param in params]
+        self.errors = [torch.zeros_like(param.detach()) for param in params]
         self.rests: list[torch.Tensor] = []
 
     def __repr__(self) -> str:
@@ -88,16 +87,10 @@ class HiddenError:
             "stays_private=True)."
         )
 
-    def error(self, index: int) -> torch.Tensor:
-        """Returns the error of one parameter."""
-        return self._errors[index]
-
     def length(self) -> torch.Tensor:
         """Returns the norm of the whole error, which is brought to where the parameters are."""
-        for index, (error, param) in enumerate(zip(self._errors, self._params, strict=True)):
-            if error.device != param.device:
-                self._errors[index] = error.to(param.device)
-        self.norm = joint_norms([error[None] for error in self._errors])[0]
+        self.errors = [e.to(p.device) for e, p in zip(self.errors, self._params, strict=True)]
+        self.norm = joint_norms([error[None] for error in self.errors])[0]
         return self.norm
 
     def add_rests(self, rests: Sequence[torch.Tensor]) -> None:
@@ -113,25 +106,21 @@ class HiddenError:
 
         Args:
             factor: Factor of clip(e, C_2).
-            divisor: B.
+            divisor: Divisor B.
         """
         fed, left = factor * divisor, 1 - factor
-        for param, error, rest in zip(self._params, self._errors, self.rests, strict=True):
+        for param, error, rest in zip(self._params, self.errors, self.rests, strict=True):
             assert param.grad is not None
             # ZBWH24, Algorithm 2, lines 5 to 7, arXiv 2311.14632
             param.grad.addcmul_(error, fed.to(error))
             error.mul_(left.to(error)).add_(rest, alpha=1 / divisor)
         self.rests = []
 
-    def copies(self) -> list[torch.Tensor]:
-        """Returns the errors of all parameters, on the CPU. Secret."""
-        return [error.cpu().clone() for error in self._errors]
-
     def load(self, errors: Sequence[torch.Tensor]) -> None:
-        """Restores what `copies` returned.
+        """Restores the errors of all parameters.
 
         Raises:
-            ValueError: It is of other parameters, or damaged; nothing is changed.
+            ValueError: They are of other parameters, or damaged; nothing is changed.
         """
         shapes = [tuple(error.shape) for error in errors]
         expected = [tuple(param.shape) for param in self._params]
@@ -139,7 +128,7 @@ class HiddenError:
             raise ValueError(f"Expected an error of shapes {expected}, got {shapes}.")
         if not all(bool(torch.isfinite(error).all()) for error in errors):
             raise ValueError("The private state is damaged: the error is not finite.")
-        self._errors = [e.to(p, copy=True) for e, p in zip(errors, self._params, strict=True)]
+        self.errors = [e.to(p, copy=True) for e, p in zip(errors, self._params, strict=True)]
 
 
 class DiceSGDOptimizer(PrivateOptimizer):
@@ -151,11 +140,7 @@ class DiceSGDOptimizer(PrivateOptimizer):
 
     and the wrapped optimizer takes a step along :math:`v_t + \mathcal{N}(0, \sigma_1^2 I)`,
     :math:`\sigma_1 = \text{noise_multiplier} \cdot C_1 / B`. All parameters are clipped as one
-    vector with exactly min(1, C/|v|) (Opacus adds 1e-6 to the norm)::
-
-        model, optimizer, loader = HiddenStatePrivacyEngine().make_private(
-            module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5), data_loader=loader,
-            noise_multiplier=20.0, max_grad_norm=0.1, mechanism=DiceSGD(gradient_bound=2.0))
+    vector with exactly min(1, C/|v|) (Opacus adds 1e-6 to the norm).
 
     The gradients are those of Opacus. Of a linear head with a known loss (`criterion`,
     `feature_norm`) they are computed from its formula, and its Lipschitz constant is the gradient
@@ -169,20 +154,18 @@ class DiceSGDOptimizer(PrivateOptimizer):
       - The error is never in `state_dict()`, `state`, repr, a copy or a pickle. As with every
         DPOptimizer, p.grad (between backward() and the end of step()), p.grad_sample and
         p.summed_grad hold data of the records; do not log them.
-      - Checked at every step: batches, constant settings, the same parameters, finite gradients,
-        the gradient bound.
       - Not covered: rounding of floating-point numbers. Skipping the step of an empty Poisson batch
         shows that it was empty.
 
     Args:
-        optimizer: torch.optim.SGD, with any options.
+        optimizer: Optimizer torch.optim.SGD, with any options.
         noise_multiplier: Standard deviation of the noise on the SUM of clipped gradients over
             max_grad_norm, as everywhere in Opacus; constant. At equal noise the epsilon is larger
             than that of DP-SGD.
-        max_grad_norm: C_1 > 0.
-        expected_batch_size: B, a public integer constant: the divisor of the sums, whatever the
-            number of rows (or the number of pieces under BatchMemoryManager). Poisson batches are
-            accounted with the probability B/N: let B divide N, then it is that of Opacus.
+        max_grad_norm: Clip norm C_1 > 0.
+        expected_batch_size: Divisor B of the sums, a public integer, whatever the number of rows.
+            Poisson batches are accounted with the probability B/N: let B divide N, then it is that
+            of Opacus.
         loss_reduction: "mean", or "sum": p.grad is then B times larger.
 
     Raises:
@@ -206,11 +189,10 @@ class DiceSGDOptimizer(PrivateOptimizer):
         "finite gradients, one of every record; the same parameters"
     )
     hides_iterates = False
-    secret = ", and it holds data of the records without noise"
 
     def _start(self) -> None:
         arguments = self.declared.arguments
-        self.error_max_grad_norm = _error_clip(arguments.mechanism, arguments.clip_norm)
+        self.error_max_grad_norm = arguments.mechanism.error_max_grad_norm or arguments.clip_norm
         self.automatic: bool = arguments.mechanism.automatic
         self.hidden = HiddenError(self.trained)
 
@@ -223,19 +205,15 @@ class DiceSGDOptimizer(PrivateOptimizer):
         """Checks everything that the optimizer checks, before anything is changed."""
         check_type(arguments.optimizer_class.__name__, optimizer, cls.base_types)
         refuse_step_hooks(optimizer)
-        options: DiceSGD = arguments.mechanism
-        refuse_per_layer(error_max_grad_norm=options.error_max_grad_norm)
         if arguments.loss_geometry not in (None, "auto"):
             raise UnsupportedRunError(
                 f"Expected loss_geometry = None with {arguments.optimizer_class.__name__}, got "
                 f"{arguments.loss_geometry}: the bound on DiceSGD knows nothing of the loss but "
                 "gradient_bound. Leave it out; or pass criterion= and feature_norm=."
             )
-        if not isinstance(options.automatic, bool):
-            raise TypeError(f"Expected automatic to be True or False, got {options.automatic!r}.")
         clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
         params = [p for p in module.parameters() if p.requires_grad]
-        error_clip = _error_clip(options, clip_norm)
+        error_clip = arguments.mechanism.error_max_grad_norm or clip_norm
         check_clip_norms(params, max_grad_norm=clip_norm, error_max_grad_norm=error_clip)
         refuse_moments(optimizer)
 
@@ -243,17 +221,14 @@ class DiceSGDOptimizer(PrivateOptimizer):
     def algorithm(cls, declared: DeclaredRun, noise_multiplier: float) -> Algorithm:
         """See `PrivateOptimizer.algorithm`."""
         arguments = declared.arguments
-        clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
         options: DiceSGD = arguments.mechanism
         bound = options.gradient_bound
         if declared.lipschitz is not None and not options.automatic:
-            bound = min(
-                bound, declared.lipschitz
-            )  # of a known loss, for all records that there are
+            bound = min(bound, declared.lipschitz)  # of a known loss, for all possible records
         return algorithms.DiceSGD(
             noise_multiplier=validate.magnitude("noise_multiplier", noise_multiplier),
-            clip_norm=clip_norm,
-            error_clip_norm=_error_clip(options, clip_norm),
+            clip_norm=arguments.clip_norm,
+            error_clip_norm=options.error_max_grad_norm or arguments.clip_norm,
             automatic=options.automatic,
             gradient_bound=bound,
         )
@@ -262,10 +237,9 @@ class DiceSGDOptimizer(PrivateOptimizer):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Everything but the wrapped optimizer's."""
-        own = {n: getattr(self, n) for n in ("noise_multiplier", "max_grad_norm")}
-        fixed = {"error_max_grad_norm": self.error_max_grad_norm, "automatic": self.automatic}
-        return {**own, **fixed, **super().settings}
+        """Settings of the algorithm; those of the wrapped optimizer may change."""
+        names = "noise_multiplier", "max_grad_norm", "error_max_grad_norm", "automatic"
+        return {**{name: getattr(self, name) for name in names}, **super().settings}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Any rule is post-processing, as long as nothing else looks at the gradients."""
@@ -274,9 +248,8 @@ class DiceSGDOptimizer(PrivateOptimizer):
     # Its part of a step
 
     def _clip(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
-        if not self.automatic:
-            return clip_factors(norms, bound)
-        return clip_factors(norms, bound, automatic=True, smallest=smallest_norm(self.trained))
+        smallest = smallest_norm(self.trained) if self.automatic else None
+        return clip_factors(norms, bound, smallest)
 
     def hidden_norm(self) -> Figure:
         """Returns the norm of the error."""
@@ -317,18 +290,18 @@ class DiceSGDOptimizer(PrivateOptimizer):
     # Where the run goes on
 
     def why_not_resumable(self) -> str:
-        """The error."""
+        """Returns the name of the error."""
         return "the error of the feedback, which is data of the records"
 
     def private_state(self) -> dict[str, Any]:
-        """The error.
+        """Returns the error.
 
         Raises:
             ValueError: A batch is not finished.
         """
         if self.hidden.rests:
             raise ValueError("Expected the end of a step, got a piece of one.")
-        return {"error": self.hidden.copies()}
+        return {"error": [error.cpu().clone() for error in self.hidden.errors]}
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
         """Restores the error."""
@@ -338,11 +311,6 @@ class DiceSGDOptimizer(PrivateOptimizer):
         """See `PrivateOptimizer.forget_pieces`."""
         super().forget_pieces()
         self.hidden.rests = []
-
-    def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
-        """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
-        if not is_checkpoint:
-            refuse_loaded_moments(state_dict)
 
 
 class DiceAdamOptimizer(DiceSGDOptimizer):
@@ -361,17 +329,11 @@ class DiceAdamOptimizer(DiceSGDOptimizer):
     beta^2), and the bias corrections count steps from 1 (not 0: division by zero).
 
     Args:
-        optimizer: torch.optim.Adam or AdamW, with any options.
-        **kwargs: As `DiceSGDOptimizer`.
+        optimizer: Optimizer torch.optim.Adam or AdamW, with any options.
+        **kwargs: Arguments of `DiceSGDOptimizer`.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithm 3.
     """
 
     base_types = (Adam, AdamW)
     checked = DiceSGDOptimizer.checked
-
-
-def _error_clip(options: DiceSGD, clip_norm: float) -> float:
-    if options.error_max_grad_norm is None:
-        return clip_norm
-    return validate.magnitude("error_max_grad_norm", options.error_max_grad_norm, positive=True)

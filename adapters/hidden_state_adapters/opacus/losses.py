@@ -74,19 +74,17 @@ class _Last:
 
     def __init__(self) -> None:
         self._asked: tuple[Any, ...] = ()
-        self._found: _Pair | None = None
+        self._found: Any = None
 
     def of(self, loss: EnvelopeLoss, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
-        """The losses and their gradients, computed unless the numbers are the same again."""
-        settings = type(loss), loss._settings
-        tensors = predictions.detach(), targets.detach()
-        known = self._asked
-        if known and known[0] == settings and all(map(_same, known[1], tensors)):
-            assert self._found is not None
-            return self._found
-        self._found = loss._evaluate(*tensors)
-        self._asked = settings, [tensor.clone() for tensor in tensors]
-        return self._found
+        """Returns losses and gradients, computed unless the numbers are the same again."""
+        settings, tensors = (type(loss), loss._settings), (predictions.detach(), targets.detach())
+        if not (
+            self._asked and self._asked[0] == settings and all(map(_same, self._asked[1], tensors))
+        ):
+            self._found = loss._evaluate(*tensors)
+            self._asked = settings, [tensor.clone() for tensor in tensors]
+        return self._found  # type: ignore[no-any-return]
 
     def __deepcopy__(self, memo: Any) -> _Last:
         return self
@@ -104,10 +102,10 @@ class EnvelopeLoss(nn.Module):
     """A loss that is the envelope of another one.
 
     Attributes:
-        clip_norm: C.
-        smoothing: m.
-        reduction: "mean" or "sum" over the records, or "none".
-        curvature: M, the Lipschitz constant of the plain loss' gradient in the predictions; for
+        clip_norm: Clip norm C.
+        smoothing: Smoothing m.
+        reduction: Reduction over the records, "mean", "sum" or "none".
+        curvature: Lipschitz constant M of the plain loss' gradient in the predictions; for
             `hidden_state_accountants.envelope_smoothing`.
         takes_several_outputs: True if a record may have several predictions.
     """
@@ -135,21 +133,21 @@ class EnvelopeLoss(nn.Module):
         return f"{', '.join(settings)}, reduction={self.reduction!r}"
 
     def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
-        """The loss of a linear model, as a function of its parameters.
+        """Returns the loss of a linear model, as a function of its parameters.
 
         Args:
-            feature_norm: A bound on the L2 norm of every record's features.
+            feature_norm: Bound on the L2 norm of every record's features.
             bias: True if a bias is trained as well.
         """
         return self._geometry(feature_norm, bias, **self._settings)
 
     @property
     def _settings(self) -> dict[str, float]:
-        """The numbers that its constants depend on."""
+        """Numbers that its constants depend on."""
         return {name: getattr(self, name) for name in self._names}
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """The loss of a batch.
+        """Returns the loss of a batch.
 
         Raises:
             TypeError, ValueError: Predictions or targets that the loss is not made for.
@@ -166,7 +164,7 @@ class EnvelopeLoss(nn.Module):
         return losses.mean() if self.reduction == "mean" else losses.sum()
 
     def slopes(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The gradient of the loss of every record in its predictions; no reduction divides it.
+        """Returns the gradient of the loss of every record in its predictions, without a reduction.
 
         Raises:
             TypeError, ValueError: As `forward`.
@@ -196,9 +194,9 @@ class EnvelopeCrossEntropyLoss(EnvelopeLoss):
     logits of the record); one that is not is not a number.
 
     Args:
-        clip_norm: C, from 0.01 on; from sqrt(2) on it never acts.
-        smoothing: m >= 0; of more than 0 is a smaller Lipschitz constant of the gradient.
-        reduction: "mean" or "sum" over the records, or "none".
+        clip_norm: Clip norm C, from 0.01 on; from sqrt(2) on it never acts.
+        smoothing: Smoothing m >= 0; more makes the Lipschitz constant of the gradient smaller.
+        reduction: Reduction over the records, "mean", "sum" or "none".
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -222,7 +220,7 @@ class EnvelopeCrossEntropyLoss(EnvelopeLoss):
 
 
 def _probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """The targets as probabilities in float64, of the shape of the logits."""
+    """Returns the targets as probabilities in float64, of the shape of the logits."""
     if logits.dim() != 2 or logits.shape[1] < 2:
         raise ValueError(
             "Expected logits of shape (records, classes) with two classes or more, got "
@@ -265,9 +263,9 @@ class EnvelopeBCEWithLogitsLoss(EnvelopeLoss):
     Called with logits and targets in [0, 1] of one shape.
 
     Args:
-        clip_norm: C; from 1 on it never acts.
-        smoothing: m >= 0.
-        reduction: "mean" or "sum" over the records, or "none".
+        clip_norm: Clip norm C; from 1 on it never acts.
+        smoothing: Smoothing m >= 0.
+        reduction: Reduction over the records, "mean", "sum" or "none".
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -289,9 +287,9 @@ class EnvelopeHingeLoss(EnvelopeLoss):
     Called with predictions and targets -1 or 1 of one shape.
 
     Args:
-        clip_norm: C; from 1 on it never acts.
-        smoothing: m > 0.
-        reduction: "mean" or "sum" over the records, or "none".
+        clip_norm: Clip norm C; from 1 on it never acts.
+        smoothing: Smoothing m > 0.
+        reduction: Reduction over the records, "mean", "sum" or "none".
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -318,10 +316,10 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
     gradient in all of them.
 
     Args:
-        clip_norm: C.
-        smoothing: m >= 0.
-        scale: 1 for half the squared error; nn.MSELoss of one output has 2.
-        reduction: "mean" or "sum" over the records, or "none".
+        clip_norm: Clip norm C.
+        smoothing: Smoothing m >= 0.
+        scale: Factor of the loss, 1 for half the squared error; nn.MSELoss of one output has 2.
+        reduction: Reduction over the records, "mean", "sum" or "none".
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -343,7 +341,7 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
 
     @property
     def curvature(self) -> float:  # type: ignore[override]
-        """M."""
+        """Lipschitz constant M of the plain loss' gradient."""
         return self.scale
 
     def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
@@ -377,7 +375,7 @@ _ENVELOPES = {
 
 
 def recommended_criterion(candidate: Candidate) -> nn.Module:
-    """The loss to train a run of `hidden_state_accountants.recommend` with.
+    """Returns the loss to train a run of `hidden_state_accountants.recommend` with.
 
     Its plain form where the optimizer clips (composition), its envelope where nothing may expand.
     With `candidate.make_private_arguments()` and the batch size and learning rate of its event that

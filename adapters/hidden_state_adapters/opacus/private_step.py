@@ -23,14 +23,20 @@ from hidden_state_accountants import (
 )
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_accountants.runs.algorithms import Algorithm, NoisySGD
-from hidden_state_accountants.runs.run import Run, Step
+from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus.declared import DeclaredRun
-from hidden_state_adapters.opacus.gradients import Figure, Piece, is_on_host
+from hidden_state_adapters.opacus.gradients import (
+    OPACUS_CLIP_OFFSET,
+    Figure,
+    Piece,
+    is_on_host,
+    opacus_clip_factors,
+)
 from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
-from hidden_state_adapters.opacus.norms import OPACUS_CLIP_OFFSET, opacus_clip_factors
 from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.processes import AgreedError, Totals
 from hidden_state_adapters.opacus.run import TrainingRun
+from hidden_state_adapters.opacus.update_rules import refuse_loaded_moments
 
 _UNFINISHED = "a step was not finished"
 
@@ -39,11 +45,7 @@ class MechanismOptions:
     """Options of one mechanism, an attrs class, as `make_private(mechanism=)` takes them."""
 
     def optimizer_class(self, optimizer: Optimizer) -> Any:
-        """Returns the class of the private optimizer of a run.
-
-        Args:
-            optimizer: Optimizer that it wraps.
-        """
+        """Returns the class of the private optimizer that wraps `optimizer`."""
         raise NotImplementedError
 
 
@@ -74,17 +76,12 @@ class PrivateOptimizer(DPOptimizer):
         hides_iterates: Whether its bound may count on iterates that nobody sees.
         is_composed: Whether it is Opacus' algorithm, accounted step by step at Opacus' trust.
         takes_pieces: Whether a batch may come in pieces (BatchMemoryManager).
-        secret: What a copy of the optimizer would give away, beside missing steps; or "".
 
     Args:
         optimizer: Optimizer that moves the parameters.
         run: Run of the engine.
-        noise_multiplier: Noise multiplier; this and the rest are arguments of DPOptimizer.
-        max_grad_norm: Clip norm.
-        expected_batch_size: Divisor.
-        loss_reduction: "mean" or "sum".
         generator: Source of the noise; None is one of our own, which no seed reaches.
-        secure_mode: Whether the generator is that of torchcsprng.
+        **kwargs: Further arguments of DPOptimizer.
     """
 
     base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
@@ -98,7 +95,6 @@ class PrivateOptimizer(DPOptimizer):
     hides_iterates: ClassVar[bool] = True
     is_composed: ClassVar[bool] = False
     takes_pieces: ClassVar[bool] = True
-    secret: ClassVar[str] = ""
 
     # GradScaler then hands its scale to `step`, which refuses, instead of skipping steps unseen.
     _step_supports_amp_scaling = True
@@ -112,12 +108,8 @@ class PrivateOptimizer(DPOptimizer):
         optimizer: Optimizer,
         *,
         run: TrainingRun | None = None,
-        noise_multiplier: float,
-        max_grad_norm: float,
-        expected_batch_size: int,
-        loss_reduction: str = "mean",
         generator: torch.Generator | None = None,
-        secure_mode: bool = False,
+        **kwargs: Any,
     ):
         if run is None:
             raise TypeError(
@@ -125,16 +117,9 @@ class PrivateOptimizer(DPOptimizer):
                 "deals its batches. Pass mechanism= there."
             )
         params = run.passes.params
-        check_noise_source(params, generator, is_secure=secure_mode)
-        super().__init__(
-            optimizer,
-            noise_multiplier=noise_multiplier,
-            max_grad_norm=max_grad_norm,
-            expected_batch_size=expected_batch_size,
-            loss_reduction=loss_reduction,
-            generator=OwnGenerator(params[0].device) if generator is None else generator,
-            secure_mode=secure_mode,
-        )
+        check_noise_source(params, generator, is_secure=kwargs.get("secure_mode", False))
+        generator = OwnGenerator(params[0].device) if generator is None else generator
+        super().__init__(optimizer, generator=generator, **kwargs)
         self.run, self.declared, self.group = run, run.declared, run.declared.group
         run.optimizer = self
         self._passes, self._schedule = run.passes, run.declared.schedule
@@ -179,12 +164,14 @@ class PrivateOptimizer(DPOptimizer):
                     self._move(is_last=block == count - 1)
             accounted.failure = ""
         except BaseException as error:
-            try:
-                self._tell_others(error)
-            except AgreedError as agreed:
-                self._end(agreed)
-                raise
             self._end(error)
+            is_told = isinstance(error, AgreedError) or not isinstance(error, Exception)
+            if self.group is not None and not is_told:
+                try:
+                    self.group.refuse(str(error) or type(error).__name__, is_admitted=True)
+                except AgreedError as agreed:
+                    self._end(agreed)
+                    raise
             raise
         finally:
             self._piece = None
@@ -216,12 +203,6 @@ class PrivateOptimizer(DPOptimizer):
                     run.failure = str(agreed)
                     raise
             raise
-
-    def _tell_others(self, error: BaseException) -> None:
-        """Of several processes: what one raises ends the step in all of them."""
-        is_told = isinstance(error, AgreedError) or not isinstance(error, Exception)
-        if self.group is not None and not is_told:
-            self.group.refuse(str(error) or type(error).__name__, is_admitted=True)
 
     def _end(self, error: BaseException) -> None:
         text = str(error) or type(error).__name__
@@ -256,7 +237,7 @@ class PrivateOptimizer(DPOptimizer):
 
     def _check_settings(self, step: int) -> None:
         """Raises UnsupportedRunError if something of the optimizer is not as it was."""
-        if "grad_scale" in vars(self) or "found_inf" in vars(self):
+        if not vars(self).keys().isdisjoint(("grad_scale", "found_inf")):
             raise UnsupportedRunError(
                 "Expected optimizer.step(), got a call through torch.amp.GradScaler: it scales the "
                 "loss (which changes its smoothness and what is clipped) and skips steps. Train in "
@@ -308,15 +289,12 @@ class PrivateOptimizer(DPOptimizer):
         if is_last:
             totals = self._totals
             self.run.record.add(self.recorded(passes.index, totals.rows, totals.largest_norm))
-        self._note_move()
+        self._is_moving = self.run.accounted.has_moved = True
         self.move(piece)
         passes.keep()
         if is_last:
             self._longest = 0.0
             passes.after(piece.step)
-
-    def _note_move(self) -> None:
-        self._is_moving = self.run.accounted.has_moved = True
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As in DPOptimizer; gradients of the parameters become None, and take no memory."""
@@ -406,13 +384,6 @@ class PrivateOptimizer(DPOptimizer):
             for param in self._piece.params:
                 param.grad.div_(self.expected_batch_size)  # type: ignore[union-attr]
 
-    def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
-        """Raises UnsupportedRunError: a hook sees the gradients and can change them."""
-        raise UnsupportedRunError(
-            "Expected no step hook, got one: the run is recorded without. Do your own work after "
-            "optimizer.step()."
-        )
-
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Announces a piece of a batch (BatchMemoryManager calls it).
 
@@ -425,9 +396,6 @@ class PrivateOptimizer(DPOptimizer):
                 "signal_skip_step): every block needs the gradients of the whole batch anew."
             )
         self.run.cursor.signal(do_skip)
-
-    def _check_skip_next_step(self, pop_next: bool = True) -> bool:
-        return self._passes.skips_step if pop_next else self.run.cursor.next_is_skipped
 
     # Before there is an optimizer: what make_private asks.
 
@@ -466,23 +434,14 @@ class PrivateOptimizer(DPOptimizer):
         )
 
     @classmethod
-    def new_run(cls, declared: DeclaredRun, noise_multiplier: float) -> Run:
-        """Returns what records the declared run.
-
-        Raises:
-            UnsupportedRunError: No bound knows the algorithm with such batches.
-            TypeError, ValueError: A hyper-parameter has an impossible value.
-        """
-        return cls.algorithm(declared, noise_multiplier).new_run(declared.plan.fields)
-
-    @classmethod
     def event(
         cls, declared: DeclaredRun, noise_multiplier: float, num_steps: int
     ) -> dp_accounting.DpEvent:
         """Returns the declared run with this noise and number of steps.
 
         Raises:
-            UnsupportedRunError, TypeError, ValueError: See `new_run`.
+            UnsupportedRunError: No bound knows the algorithm with such batches.
+            TypeError, ValueError: A hyper-parameter has an impossible value.
         """
         algorithm, plan = cls.algorithm(declared, noise_multiplier), declared.plan
         run = algorithm.new_run(plan.fields)
@@ -503,24 +462,24 @@ class PrivateOptimizer(DPOptimizer):
 
     @property
     def update_rule(self) -> str:
-        """What moves the parameters along the noisy gradients, in a word."""
+        """Name of what moves the parameters along the noisy gradients."""
         return type(self.original_optimizer).__name__
 
     @property
     def why_composition(self) -> str:
-        """Why no bound on hidden iterates is about the update, or ""."""
+        """Reason why no bound on hidden iterates is about the update, or ""."""
         return ""
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
-        """What is verified at every step, and what is taken on trust."""
+        """Assumptions that the step checks."""
         yield Assumption.checked(self.checked)
 
     # What stays the same
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What has to stay the same in a run, by name; plain types."""
+        """Settings that have to stay the same in a run, by name; plain types."""
         return {
             "loss_reduction": self.loss_reduction,
             "expected_batch_size": self.expected_batch_size,
@@ -569,11 +528,11 @@ class PrivateOptimizer(DPOptimizer):
     # Where the run goes on
 
     def why_not_resumable(self) -> str:
-        """What a run that took steps needs of the private state to go on, or ""."""
+        """Returns what of the private state a run that took steps needs to go on, or ""."""
         return ""
 
     def private_state(self) -> dict[str, Any]:
-        """Plain types and tensors that `why_not_resumable` names. Secret."""
+        """Returns the plain types and tensors that `why_not_resumable` names. Secret."""
         return {}
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
@@ -581,14 +540,6 @@ class PrivateOptimizer(DPOptimizer):
 
         Raises:
             ValueError: The state is of another run, or damaged.
-        """
-
-    def before_loading(self, state_dict: Mapping[str, Any], *, is_checkpoint: bool) -> None:
-        """Is told that the wrapped optimizer is about to load `state_dict`.
-
-        Args:
-            state_dict: State that is loaded.
-            is_checkpoint: Whether the engine loads it, with everything else of a run.
         """
 
     # Between the steps
@@ -608,17 +559,18 @@ class PrivateOptimizer(DPOptimizer):
         Raises:
             UnsupportedRunError: They may hold gradients without noise.
         """
-        self.before_loading(state_dict, is_checkpoint=self.run.is_loading)
+        if not self.run.is_loading:
+            refuse_loaded_moments(state_dict)
         super().load_state_dict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedRunError(
             f"{type(self).__name__} cannot be copied or pickled: the steps of a copy would be "
-            f"missing from epsilon{self.secret}. Use engine.save_checkpoint, or make "
+            "missing from epsilon. Use engine.save_checkpoint, or make "
             "another optimizer for another run."
         )
 
 
 def _is_on_device(value: Any) -> bool:
-    """Whether somebody would have to wait for a value."""
+    """Tells whether somebody would have to wait for a value."""
     return isinstance(value, torch.Tensor) and not is_on_host(value)

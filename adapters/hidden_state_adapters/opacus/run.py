@@ -16,10 +16,9 @@ from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.batch_plans import BatchPlan, hash_of
 from hidden_state_adapters.opacus.apart import random_numbers_as_before
 from hidden_state_adapters.opacus.declared import DeclaredRun
-from hidden_state_adapters.opacus.head import HeadRun
 from hidden_state_adapters.opacus.loader import BatchCursor
 from hidden_state_adapters.opacus.noise import whose_noise
-from hidden_state_adapters.opacus.passes import Passes
+from hidden_state_adapters.opacus.passes import HeadRun, Passes
 from hidden_state_adapters.opacus.processes import Digest
 from hidden_state_adapters.opacus.registry import AccountedRun, check_later_steps, note_branch
 from hidden_state_adapters.opacus.sampled import SampledRun
@@ -55,7 +54,8 @@ class TrainingRun:
     is_loading = False
 
     def __init__(self, declared: DeclaredRun, noise_multiplier: float):
-        self.record: Run = declared.mechanism.new_run(declared, noise_multiplier)
+        algorithm = declared.mechanism.algorithm(declared, noise_multiplier)
+        self.record: Run = algorithm.new_run(declared.plan.fields)
         self.declared = declared
         self.accounted = AccountedRun(self.record, schedule=declared.schedule)
         if declared.group is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,11 +22,8 @@ from hidden_state_adapters.opacus.gradients import (
     any_of,
     counted_writes,
     differ,
-    is_in_full_precision,
-    is_on_host,
     read,
     rows_of,
-    sum_of,
     why_not_records,
 )
 from hidden_state_adapters.opacus.loader import BatchCursor, tensors_of
@@ -35,11 +31,8 @@ from hidden_state_adapters.opacus.passes import ONE_CALL, Passes
 from hidden_state_adapters.opacus.precision import (
     check_arithmetic,
     check_convolutions,
-    is_exact,
 )
 from hidden_state_adapters.opacus.wrappers import GhostModule
-
-_TOLERANCE, _COARSE = 1e-4, 2e-2  # of the lengths of all gradients; in half precision, or in TF32
 
 
 class SampledRun(Passes):
@@ -53,8 +46,6 @@ class SampledRun(Passes):
     """
 
     _clears = False  # whether what was cleared is known not to count
-    # Opacus and users copy models with their hooks; a copy trains nothing here.
-    _is_idle = True
 
     def __init__(self, declared: DeclaredRun, cursor: BatchCursor):
         super().__init__(declared, cursor)
@@ -74,17 +65,11 @@ class SampledRun(Passes):
         self._strayed: Figure = False  # whether a pass used other weights
         self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
         self._is_idle = False
-        self._reached = _Reached(module, self.params)
-        own = module.register_forward_pre_hook(self._begin, with_kwargs=True)
-        self.handles = [own, *self._reached.handles]
+        self.handles = [module.register_forward_pre_hook(self._begin, with_kwargs=True)]
         refuse_packed_sequences(module)
 
     def follow(self, private: Any) -> None:
-        """Is told what Opacus' hooks are in.
-
-        Args:
-            private: What `private_module` made.
-        """
+        """Takes the module that `private_module` made, in which Opacus' hooks are."""
         if isinstance(private, GradSampleHooks):
             self._counting = list(private.iterate_submodules(self._module))
             self.handles += vars(self._module).get("autograd_grad_sample_hooks", [])
@@ -102,7 +87,6 @@ class SampledRun(Passes):
         self._frozen.check_batch_norm(self._modules)
         self._open = self._open + 1 if self._waits() else 1
         self._calls.append((args, kwargs))
-        self._reached.forget()
         self._strayed = any_of([self._strayed, self._is_moved()])
         if self._has_loss:
             check_arithmetic(self.params)
@@ -112,7 +96,7 @@ class SampledRun(Passes):
         return any(part.training for part in self._trained)
 
     def _waits(self) -> bool:
-        """Whether Opacus waits for the backward pass of some use of a parameter."""
+        """Tells whether Opacus waits for the backward pass of some use of a parameter."""
         return any(getattr(param, "_forward_counter", 0) for param in self.params)
 
     def cleared(self) -> None:
@@ -120,7 +104,6 @@ class SampledRun(Passes):
         if self._clears and not self._is_idle:
             self._calls = self._calls[-self._open :] if self._waits() else []
             self._strayed = self._strayed if self._calls else False
-            self._reached.forget()
 
     def take(self, step: int, params: Sequence[nn.Parameter], block: int, error: Figure) -> Piece:
         """See `Passes.take`."""
@@ -145,31 +128,21 @@ class SampledRun(Passes):
         except UnsupportedRunError as problem:
             raise UnsupportedRunError(f"step {step}: {problem}") from None
         self._take_batch(step, piece.rows, block)
-        is_other, moved = (
-            self._has_other_batch(piece.rows),
-            any_of([self._is_moved(), self._strayed]),
-        )
-        largest, other_inputs = (
-            piece.largest_norm,
-            False if block == 0 else self._has_other_inputs(),
-        )
+        is_other = self._has_other_batch(piece.rows)
+        moved = any_of([self._is_moved(), self._strayed])
+        largest, other_inputs = piece.largest_norm, block > 0 and self._has_other_inputs()
         if block == 0:
             self._first = [(x, counted_writes(x)) for x in self.inputs]
-        beside: Figure = False
-        if self._reached.listens and self.ghost is None:
-            beside = self._reached.beside(piece, piece.rows if self._divides else 1)
         self._whole = piece.rows
         mixes = self._look_once(piece, self._computed) if self._is_open else ""
         if self._miscounted:
             names = [name for name, part in self._modules if part in self._miscounted]
             raise UnsupportedRunError(f"step {step}: {why_not_records(names)}")
-        found = read([is_other, moved, largest, other_inputs, beside, error])
-        is_other, moved, piece.longest, other_inputs, beside, piece.error = found
+        found = read([is_other, moved, largest, other_inputs, error])
+        is_other, moved, piece.longest, other_inputs, piece.error = found
         if is_other:
             raise self._other_inputs()
         self._judge(piece, moved, mixes, other_inputs)
-        if beside:
-            raise self._reached_beside("its layers reaches the parameters of the model")
         return piece
 
     def _named(self, params: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
@@ -177,15 +150,13 @@ class SampledRun(Passes):
         return {known.get(id(param), str(i)): param for i, param in enumerate(params)}
 
     def _rows_of(self, values: Iterable[Any], dim: int | None = None) -> int | None:
-        """The rows of the first tensor that has some; None where nobody knows."""
+        """Returns the rows of the first tensor that has some; None where nobody knows."""
         dim = self._dim if dim is None else dim
         tensors = (x for x in values if isinstance(x, torch.Tensor))
         return next((x.shape[dim] for x in tensors if x.dim() > dim), None)
 
     def _norms_of_ghost(self) -> torch.Tensor:
-        norms: torch.Tensor | None = (
-            self.ghost._per_sample_gradient_norms
-        )  # that Opacus clipped with
+        norms = self.ghost._per_sample_gradient_norms  # that Opacus clipped with
         if norms is None:
             raise UnsupportedRunError(
                 "got no gradients that Opacus clipped, expected the backward "
@@ -193,10 +164,10 @@ class SampledRun(Passes):
                 "it makes the second pass, in which the gradients are clipped."
             )
         self.ghost.check_sums()
-        return norms.detach()
+        return norms.detach()  # type: ignore[no-any-return]
 
     def _has_other_inputs(self) -> Figure:
-        """Whether a block is updated on something else than the first one."""
+        """Tells whether a block is updated on something else than the first one."""
         inputs = self.inputs
         if len(inputs) != len(self._first):
             return True
@@ -240,7 +211,6 @@ class SampledRun(Passes):
         """See `Passes.after`."""
         super().after(step)
         self._first, self._calls = [], []
-        self._reached.listens = (step + 1) & step == 0  # in steps 1, 2, 4, 8, ...
 
     @property
     def inputs(self) -> Sequence[torch.Tensor]:
@@ -254,7 +224,7 @@ class SampledRun(Passes):
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
-        """What is looked at, and what is taken on trust."""
+        """The checked, the declared and the public assumptions."""
         yield from self._of_the_batches()
         yield from self._of_the_model()
         if self._maps_records:
@@ -262,71 +232,6 @@ class SampledRun(Passes):
                 "of several passes before a step row i is made of record i alone, or of no record"
             )
         yield from self._of_the_gradients()
-
-
-class _Reached:
-    """Notes what the loop's backward pass brings to the parameters.
-
-    It has no effect on a step, which adds up the gradients of the records, so that a penalty on
-    the weights would have none. Opacus' gradients of some embeddings are others by design, and so
-    are those of convolutions with other padding than zeros; they are not compared.
-
-    Attributes:
-        listens: Whether the next step is compared.
-        handles: Its hooks.
-
-    Args:
-        module: The module itself, not Opacus' wrapper.
-        params: The parameters that are trained.
-    """
-
-    def __init__(self, module: nn.Module, params: Sequence[nn.Parameter]):
-        left_out = {id(part.weight) for part in module.modules() if _differs_by_design(part)}
-        self._params = [p for p in params if id(p) not in left_out]
-        self.handles = [p.register_hook(functools.partial(self._note, p)) for p in self._params]
-        self.listens = True
-        self.forget()
-
-    def forget(self) -> None:
-        """Another pass begins."""
-        self._noted: dict[nn.Parameter, torch.Tensor] = {}
-        self._is_fine = is_exact() and all(map(is_on_host, self._params))
-
-    def _note(self, param: nn.Parameter, gradient: torch.Tensor) -> None:
-        if self.listens:
-            before = self._noted.get(param)
-            # As long as it is held torch makes a copy for .grad, which a loop may clip in place.
-            self._noted[param] = gradient if before is None else before + gradient
-
-    def beside(self, piece: Piece, divisor: int) -> Figure:
-        """Whether that is more than the mean, or sum, of the gradients of the records.
-
-        Args:
-            piece: The records.
-            divisor: What their sum was divided by.
-        """
-        owns = {id(p) for p in piece.params}
-        pairs = [(sum_of(p) / divisor, x) for p, x in self._noted.items() if id(p) in owns]
-        if not pairs:
-            return False
-        size = piece.norms.sum() / divisor
-        off = _joint([own - noted for own, noted in pairs]).to(size)
-        nothing = _joint([noted for _, noted in pairs]).to(size)  # torch's expanded weights
-        is_fine = self._is_fine and all(map(is_in_full_precision, piece.params))
-        allowed = (_TOLERANCE if is_fine else _COARSE) * size
-        return torch.minimum(off, nothing) > allowed
-
-
-def _joint(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    norms = [torch.linalg.vector_norm(part) for part in parts]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]))
-
-
-def _differs_by_design(part: Any) -> bool:
-    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        return part.padding_mode != "zeros"
-    is_embedding = isinstance(part, nn.Embedding | nn.EmbeddingBag)
-    return is_embedding and (part.padding_idx is not None or part.sparse or part.scale_grad_by_freq)
 
 
 def _is_other(tensor: torch.Tensor, old: torch.Tensor, writes: int) -> Figure:

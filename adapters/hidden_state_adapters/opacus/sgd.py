@@ -12,8 +12,7 @@ from hidden_state_accountants.runs.algorithms import Algorithm
 from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus.criteria import check_convexity
 from hidden_state_adapters.opacus.declared import DeclaredRun
-from hidden_state_adapters.opacus.gradients import Piece
-from hidden_state_adapters.opacus.norms import check_clip_margin
+from hidden_state_adapters.opacus.gradients import Piece, check_clip_margin
 from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.private_step import PrivateOptimizer
 from hidden_state_adapters.opacus.update_rules import (
@@ -48,9 +47,9 @@ class HiddenStateOptimizer(PrivateOptimizer):
         is the last iterate; gradient and feature norms within their declared bounds.
 
     Args:
-        optimizer: A plain torch.optim.SGD.
-        run: See `PrivateOptimizer`.
-        **kwargs: Of DPOptimizer.
+        optimizer: Plain torch.optim.SGD.
+        run: Run of the engine, as for `PrivateOptimizer`.
+        **kwargs: Arguments of DPOptimizer.
 
     Raises:
         UnsupportedRunError: From `step`, when the run is not the declared one; the text says which

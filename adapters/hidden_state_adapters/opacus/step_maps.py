@@ -20,31 +20,26 @@ from torch import nn
 from hidden_state_accountants import Assumption, Regulariser, UnsupportedRunError, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.regulariser import ProxOperations, group_axes
-from hidden_state_adapters.opacus.norms import ROUNDING, joint_norm
+from hidden_state_adapters.opacus.gradients import ROUNDING, joint_norm
 
 
 class StepMap:
     """A nonexpansive map of all trainable parameters.
 
     Attributes:
-        name: "projection", which the initial model has to be inside of, or "prox".
-        strong_convexity: mu of the function whose proximal map it is, as far as it is known.
+        name: Kind of the map: "projection", which the initial model has to be inside of, or "prox".
+        strong_convexity: Modulus mu of the function whose proximal map it is, if it is known.
     """
 
     name: str = "projection"
     strong_convexity: float = 0.0
 
     def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
-        """Maps the parameters, in place, under no_grad.
-
-        Args:
-            params: All that are trained.
-            step_size: Step size of the step before.
-        """
+        """Maps all parameters in place after a step of that size; gradients are switched off."""
         raise NotImplementedError
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
-        """The diameter of the set that it maps to; inf if it is not bounded.
+        """Returns the diameter of the set that it maps to; inf if it is not bounded.
 
         Raises:
             ValueError: The set has another number of parameters.
@@ -52,7 +47,7 @@ class StepMap:
         return math.inf
 
     def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
-        """A run starts from these parameters.
+        """Checks that a run may start from these parameters.
 
         Raises:
             UnsupportedRunError: They are outside of the set, or the map is not nonexpansive.
@@ -70,16 +65,12 @@ class StepMap:
 
     @property
     def assumption(self) -> Assumption:
-        """The assumption about the map, checked or declared."""
+        """Assumption about the map, checked or declared."""
         return Assumption.checked(f"projected on {self}", Topic.DOMAIN)
 
 
 class RegulariserProx(StepMap):
-    """The proximal map of a regulariser.
-
-    Args:
-        regulariser: Public.
-    """
+    """The proximal map of a public regulariser."""
 
     name = "prox"
 
@@ -122,10 +113,10 @@ def _end(value: Any) -> float:
 
 @attrs.frozen(repr=False)
 class BallProjection(StepMap):
-    """On the ball around 0 of all parameters together.
+    """Projection on the ball around 0 of all parameters together.
 
     Args:
-        radius: > 0.
+        radius: Radius > 0.
     """
 
     radius: float = attrs.field(converter=_radius)
@@ -145,10 +136,10 @@ class BallProjection(StepMap):
 
 @attrs.frozen(repr=False)
 class ParameterBallsProjection(StepMap):
-    """Every parameter on a ball around 0 of its own.
+    """Projection of every parameter on a ball around 0 of its own.
 
     Args:
-        radius: One for all, or one for each trainable parameter in the order of
+        radius: Radius of all, or one for each trainable parameter in the order of
             `module.parameters()`.
     """
 
@@ -180,7 +171,7 @@ class ParameterBallsProjection(StepMap):
 
 @attrs.frozen(repr=False)
 class BoxProjection(StepMap):
-    """Every number of every parameter on an interval.
+    """Projection of every number of every parameter on an interval.
 
     Args:
         low: Lower end; -inf for none.
@@ -204,14 +195,14 @@ class BoxProjection(StepMap):
             param.clamp_(*self._ends(param))
 
     def _ends(self, param: torch.Tensor) -> tuple[float, float]:
-        """The ends as numbers of the parameter's type, not outside of the interval."""
-        up, down = (torch.tensor(x, dtype=param.dtype) for x in (math.inf, -math.inf))
-        low, high = (torch.tensor(x, dtype=param.dtype) for x in (self.low, self.high))
-        if float(low) < self.low:
-            low = torch.nextafter(low, up)
-        if float(high) > self.high:
-            high = torch.nextafter(high, down)
-        return float(low), float(high)
+        """Returns the ends as numbers of the parameter's type, not outside of the interval."""
+        ends = torch.tensor((self.low, self.high), dtype=param.dtype)
+        inwards = torch.nextafter(ends, ends.flip(0))
+        low, high = (float(end) for end in ends)
+        return (
+            low if low >= self.low else float(inwards[0]),
+            high if high <= self.high else float(inwards[1]),
+        )
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
         """See `StepMap.diameter`: the diagonal."""
@@ -222,8 +213,8 @@ class UsersMap(StepMap):
     """A function of the user's own, which changes a list of tensors in place.
 
     Args:
-        function: A projection, of the list; or a prox, of the list and the step size, which is
-            never taken to contract.
+        function: Projection, of the list; or a prox, of the list and the step size, which is never
+            taken to contract.
         diameter: Diameter of the set that a projection maps to; None for a prox.
     """
 
@@ -231,9 +222,8 @@ class UsersMap(StepMap):
         self._function, self._diameter = function, math.inf
         self.name = "prox" if diameter is None else "projection"
         if diameter is not None:
-            self._diameter = validate.real(
-                "the diameter of the projection", diameter, above=0, allow_inf=True
-            )
+            name = "the diameter of the projection"
+            self._diameter = validate.real(name, diameter, above=0, allow_inf=True)
 
     def __repr__(self) -> str:
         name = getattr(self._function, "__name__", type(self._function).__name__)
@@ -311,20 +301,15 @@ def _step_map(item: Any) -> StepMap:
     if type(item) in _PROJECTIONS:
         return item  # type: ignore[no-any-return]
     is_pair = isinstance(item, tuple) and len(item) == 2 and item[1] is not None
-    if is_pair and _is_function(item[0]):
-        return UsersMap(*item)
-    if _is_function(item):
-        return UsersMap(item)
+    function, *diameter = item if is_pair else (item,)
+    if callable(function) and not isinstance(function, type | Regulariser):
+        return UsersMap(function, *diameter)
     raise TypeError(
         "Expected after to be a hidden_state_accountants.Regulariser, "
         f"{', '.join(kind.__name__ for kind in _PROJECTIONS)}, a function(list of tensors, step "
         "size), a pair (function(list of tensors), diameter of the set that it maps to; math.inf "
         f"if it is not bounded), or a list of a prox and a projection, got {item!r}."
     )
-
-
-def _is_function(value: Any) -> bool:
-    return callable(value) and not isinstance(value, type | Regulariser)
 
 
 def _shrink(params: Sequence[torch.Tensor], radius: float) -> None:
@@ -339,7 +324,7 @@ def _shrink(params: Sequence[torch.Tensor], radius: float) -> None:
 
 
 def _distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Euclidean, of all tensors together, in float64."""
+    """Returns the Euclidean distance of all tensors together, in float64."""
     pairs = zip(ones, others, strict=True)
     parts = [torch.linalg.vector_norm(p.detach().double() - o.detach().double()) for p, o in pairs]
     return math.hypot(*(float(part) for part in parts))
@@ -357,4 +342,4 @@ TORCH_PROX = ProxOperations(
     minimum=lambda values, other: torch.clamp(values, max=other),
     group_norms=_group_norms,
 )
-"""What `Regulariser.prox` computes with on tensors."""
+"""Operations of `Regulariser.prox` on tensors."""

@@ -36,9 +36,8 @@ from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import criteria
 from hidden_state_adapters.opacus.frozen import refuse_packed_sequences
-from hidden_state_adapters.opacus.gradients import rows_of
+from hidden_state_adapters.opacus.gradients import ROUNDING, check_clip_margin, joint_norm, rows_of
 from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
-from hidden_state_adapters.opacus.norms import ROUNDING, check_clip_margin, joint_norm
 from hidden_state_adapters.opacus.order import (
     description_of,
     drawn_rate,

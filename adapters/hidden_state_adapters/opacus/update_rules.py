@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from hidden_state_accountants import UnsupportedRunError
 
 NEUTRAL = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
-"""The options of SGD that make it another rule, with the values at which they do not."""
+"""Options of SGD that make it another rule, with the values at which they do not."""
 
 _CAUSES = {
     "momentum": ", and OneCycleLR or CyclicLR with cycle_momentum=False (they set it otherwise)"
@@ -25,8 +25,8 @@ class UnsupportedUpdateError(UnsupportedRunError):
     """The wrapped optimizer moves in a way that no last-iterate theorem covers.
 
     Args:
-        what: What was expected and what was got.
-        why: Why it matters, and what to do.
+        what: Sentence on what was expected and what was got.
+        why: Reason why it matters, and what to do.
     """
 
     def __init__(self, what: str, why: str):
@@ -74,11 +74,11 @@ def sgd_options(optimizer: Optimizer) -> dict[str, float]:
 
 
 def update_of(optimizer: DPOptimizer, batch_size: float) -> dict[str, float]:
-    """The `learning_rate` and `weight_decay` of a step of plain SGD, as events have them.
+    """Returns the `learning_rate` and `weight_decay` of a step of plain SGD, as events have them.
 
     Args:
-        optimizer: Opacus' optimizer, which divides by expected_batch_size or not at all.
-        batch_size: Records that an event divides by.
+        optimizer: Optimizer of Opacus, which divides by expected_batch_size or not at all.
+        batch_size: Number of records that an event divides by.
 
     Raises:
         UnsupportedUpdateError: The wrapped optimizer moves in another way.
@@ -96,7 +96,7 @@ def update_of(optimizer: DPOptimizer, batch_size: float) -> dict[str, float]:
 
 
 def rule_of(optimizer: Optimizer) -> str:
-    """The name of an optimizer, with what makes it another one than plain SGD."""
+    """Returns the name of an optimizer, with what makes it another one than plain SGD."""
     name = type(optimizer).__name__
     if type(optimizer) is not SGD:
         return name

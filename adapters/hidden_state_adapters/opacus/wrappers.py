@@ -209,9 +209,9 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
         """Raises UnsupportedRunError if they were changed after the backward pass."""
         pairs = zip(self.__dict__.pop("_sums", ()), self._sums_now(), strict=False)
         has_hooks = any(
-            len(param._backward_hooks or ()) > 1 or param._post_accumulate_grad_hooks
+            param._backward_hooks or param._post_accumulate_grad_hooks
             for param in self.parameters()
-        )  # one is that of the run
+        )
         if has_hooks or any(one is not now or was != count for (one, was), (now, count) in pairs):
             raise UnsupportedRunError(
                 "expected the clipped sums of the backward pass in .grad, got others, or hooks on "
