@@ -50,6 +50,10 @@ def run(examples, **settings):
         ({}, "constant rate and divisor.*sampling_rate= here and batch_size= to fit"),
         ({"sampling_rate": 0.1, "max_batch_size": 40}, "max_batch_size = None"),
         (
+            {"sampling_rate": 0.1, "batch_order": "balls_in_bins"},
+            "the number of batches follows from the number of examples",
+        ),
+        (
             {"sampling_rate": 0.1, "loss_geometry": hsa.LossGeometry.convex(1.0)},
             "loss_geometry = None",
         ),

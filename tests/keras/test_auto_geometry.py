@@ -13,11 +13,10 @@ from hidden_state_adapters.tf_privacy import (
     BlockCoordinateKerasOptimizer,
     CyclicDPKerasSGDOptimizer,
     DiceKerasSGDOptimizer,
-    HiddenStateCallback,
     PrivateRun,
     make_private,
 )
-from hidden_state_adapters.tf_privacy.head_losses import RowLosses, known_loss
+from hidden_state_adapters.tf_privacy.losses import RowLosses, known_loss
 
 RECORDS, FEATURES, CLASSES, BATCH = 12, 3, 3, 4
 layers, losses = tf.keras.layers, tf.keras.losses
@@ -315,13 +314,6 @@ def test_refused(name):
     parts, loss, options, text = REFUSED[name]
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         begin(parts, loss, **options)
-
-
-def test_a_fit_of_keras_own_knows_no_auto():
-    with pytest.raises(hsa.UnsupportedRunError, match="make_private"):
-        HiddenStateCallback(dataset_size=RECORDS, batch_size=BATCH, loss_geometry="auto")
-    with pytest.raises(TypeError, match="say feature_norm= to"):
-        CyclicDPKerasSGDOptimizer(1.0, 1.0, loss_geometry="auto")
 
 
 def test_features_are_measured_for_a_declared_geometry_if_a_norm_is_given():

@@ -1,22 +1,17 @@
 """A loss is convex in one trained layer: in the product of two it is not."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
+import keras_models
 import tensorflow as tf
+from keras_models import SGD, X, Y
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import (
-    BlockCoordinateUpdate,
-    HiddenStateSequential,
-    PrivateRun,
-)
+from hidden_state_adapters.tf_privacy import BlockCoordinateUpdate, PrivateRun
 
-CONVEX, SMOOTH = hsa.LossGeometry.convex(1.0), hsa.LossGeometry.smooth(1.0)
-SETTINGS = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic"}
+CONVEX, SMOOTH = hsa.LossGeometry.convex(1.0), hsa.LossGeometry.smooth(2.0)
 REFUSED = "got .*dense.*, .*dense.*: no loss is convex in the weights of layers"
-X, Y = np.eye(8, 4, dtype="float32"), np.arange(8) % 2
 layers = tf.keras.layers
 pytestmark = pytest.mark.usefixtures("without_graphs")
 
@@ -25,16 +20,10 @@ def mlp():
     return [layers.Dense(3, "tanh"), layers.Dense(2)]
 
 
-def loss():
-    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
 def fit(own_layers, update=None, **settings):
-    model = HiddenStateSequential(own_layers, **SETTINGS, **settings)
-    sgd = tf.keras.optimizers.SGD(0.1)
-    model.compile(sgd if update is None else update(sgd), loss(), run_eagerly=True)
-    model.fit(X, Y, batch_size=4, epochs=1, verbose=0)
-    return model.privacy_event
+    optimizer = SGD(0.1) if update is None else update(SGD(0.1))
+    model = keras_models.make(optimizer, own_layers, compile={"run_eagerly": True}, **settings)
+    return keras_models.fit(model).privacy_event
 
 
 def test_fit_of_two_layers_in_a_row():
@@ -57,8 +46,8 @@ def test_one_trained_layer():
 def test_a_run_of_a_loop():
     with pytest.raises(hsa.UnsupportedRunError, match=REFUSED):
         PrivateRun(
-            tf.keras.Sequential(mlp()), X, Y, loss=loss(), optimizer=tf.keras.optimizers.SGD(0.1),
-            batch_size=4, loss_geometry=CONVEX, **SETTINGS,
+            tf.keras.Sequential(mlp()), X, Y, loss=keras_models.crossentropy(), optimizer=SGD(0.1),
+            batch_size=4, l2_norm_clip=1.0, noise_multiplier=2.0, loss_geometry=CONVEX,
         )  # fmt: skip
 
 

@@ -68,7 +68,7 @@ def test_a_remainder_is_refused_or_dropped_in_every_epoch():
     dataset = cyclic_dataset(X, Y, batch_size=5, drop_remainder=True)
     for epoch in epochs(dataset):
         np.testing.assert_array_equal(np.concatenate([by for _, by in epoch]), Y[:10])
-    found = dataset.batches
+    found = dataset
     assert (found.given, found.used, found.batch_size) == (12, 10, 5)
 
 
@@ -148,7 +148,7 @@ SINGLE = {
 
 @pytest.mark.parametrize("make", SINGLE.values(), ids=SINGLE)
 def test_single_examples_are_taken(make):
-    assert cyclic_dataset(make(), batch_size=4).batches.used == 12
+    assert cyclic_dataset(make(), batch_size=4).used == 12
 
 
 # One record is one example
@@ -221,10 +221,10 @@ def test_examples_of_files_and_of_two_parts_are_taken(two_files):
     lines = names.interleave(tf.data.TextLineDataset)
     parts = tf.data.Dataset.zip((pairs().map(lambda x, y: x), pairs().map(lambda x, y: y)))
     for dataset in (lines, parts):
-        assert cyclic_dataset(dataset, batch_size=4).batches.used == 12
+        assert cyclic_dataset(dataset, batch_size=4).used == 12
     for apart in (cut(SERIES, 4), cut(SERIES, 4).shuffle(3)):
-        assert cyclic_dataset(apart, batch_size=1).batches.used == 3
-    assert cyclic_dataset(X, np.eye(12)[::-1], batch_size=4).batches.used == 12  # one-hot targets
+        assert cyclic_dataset(apart, batch_size=1).used == 3
+    assert cyclic_dataset(X, np.eye(12)[::-1], batch_size=4).used == 12  # one-hot targets
 
 
 def test_equal_examples_are_warned_about(caplog):

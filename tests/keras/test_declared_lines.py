@@ -1,19 +1,18 @@
 """Every guarantee lists what docs/threat_model.md says that you declare."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
+import keras_models
 import tensorflow as tf
 from declared_lines import FIXED_RECORDS, GEOMETRY, OF_EVERY_RUN, listed
+from keras_models import SGD, X, Y
 
 import hidden_state_accountants as hsa
 import hidden_state_adapters.tf_privacy as adapter
 
 pytestmark = pytest.mark.usefixtures("row_by_row", "without_graphs")
 EVERY = (*OF_EVERY_RUN, FIXED_RECORDS, GEOMETRY)
-X = np.eye(4, dtype="float32")[np.arange(12) % 4]
-Y = np.arange(12) % 2
 SOFTMAX = hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True)
 KINDS = {
     "head": ({"loss_geometry": "auto", "feature_norm": 1.0}, (FIXED_RECORDS,)),
@@ -26,20 +25,14 @@ def settings(options):
     return {"l2_norm_clip": 2.1, "noise_multiplier": 2.0, "batch_order": "cyclic", **options}
 
 
-def loss():
-    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_and_a_run(kind):
     options, more = KINDS[kind]
-    sgd = tf.keras.optimizers.SGD(0.1, weight_decay=0.1)
-    model = adapter.HiddenStateSequential([tf.keras.layers.Dense(2)], **settings(options))
-    model.compile(sgd, loss())
-    model.fit(X, Y, batch_size=4, epochs=3, verbose=0)
+    model = keras_models.make(SGD(0.1, weight_decay=0.1), **settings(options))
+    keras_models.fit(model, epochs=3)
     run = adapter.PrivateRun(
-        tf.keras.Sequential([tf.keras.layers.Dense(2)]), X, Y, loss=loss(), batch_size=4,
-        optimizer=tf.keras.optimizers.SGD(0.1, weight_decay=0.1), **settings(options),
+        tf.keras.Sequential([tf.keras.layers.Dense(2)]), X, Y, loss=keras_models.crossentropy(),
+        batch_size=4, optimizer=SGD(0.1, weight_decay=0.1), **settings(options),
     )  # fmt: skip
     run.train(3, verbose=False)
     for told in (model, run):

@@ -1,6 +1,5 @@
 """DiceSGD with HiddenStateCallback: the event of what ran, or an error."""
 
-import logging
 import math
 
 import attrs
@@ -11,7 +10,6 @@ pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.figures import fixed_up
 from hidden_state_adapters.tf_privacy import (
     CyclicDPKerasSGDOptimizer,
     DiceKerasAdamOptimizer,
@@ -76,24 +74,6 @@ def test_releases_and_checkpoints_cost_nothing_more(make_dice, tmp_path):
     assert run.callback.privacy_event == EXPECTED
 
 
-@pytest.mark.parametrize(
-    "relation", [NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE]
-)
-def test_report(make_dice, relation):
-    run = make_dice(neighboring_relation=relation)
-    run.fit(epochs=2)
-    text = run.callback.report(DELTA)
-    for part in (
-        f"epsilon = {fixed_up(exact(EXPECTED, relation), 4)} at delta = 1e-05",
-        f"neighboring relation: {relation.name}",
-        "bound before clipping: 1.4143",
-        "  - batches of equal size in the fixed order",
-        "each entry of the loss is about one example of the batch",
-        "losses and metrics of the training data",
-    ):
-        assert part in text
-
-
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -121,35 +101,3 @@ CASES = {
 def test_refused(make_dice, act):
     with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):
         act(make_dice)
-
-
-def test_a_refused_run_has_no_epsilon(make_dice):
-    run = make_dice(gradient_bound=0.1)
-    with pytest.raises(hsa.UnsupportedRunError):
-        run.fit()
-    for act in (lambda: run.callback.report(DELTA), lambda: run.callback.privacy_event, run.fit):
-        with pytest.raises(hsa.UnsupportedRunError, match="or gradient_bound"):
-            act()
-
-
-@pytest.mark.parametrize("bound", [0.0, -1.0, math.nan])
-def test_impossible_bounds(make_dice, bound):
-    with pytest.raises(ValueError, match="gradient_bound"):
-        make_dice(gradient_bound=bound)
-
-
-# --- own loops, and lines in the log --------------------------------------------------------------
-
-
-def test_a_loaded_optimizer_is_another_run_and_composed(make_dice, caplog):
-    run = make_dice()
-    run.fit()
-    run.model.save("saved.h5")
-    other = make_dice()
-    other.model = tf.keras.models.load_model("saved.h5")
-    with caplog.at_level(logging.WARNING, "hidden_state_accountants"):
-        other.fit(epochs=2)
-    assert "come from 1 private run(s) before this one" in caplog.text
-    assert other.callback.privacy_events == (attrs.evolve(EXPECTED, num_steps=6), EXPECTED)
-    assert other.callback.get_epsilon(DELTA) > exact(EXPECTED)
-    assert "(2 runs)" in other.callback.report(DELTA)

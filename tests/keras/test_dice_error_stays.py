@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
-from keras_dice import CLIP, ERROR_CLIP, OPTIMIZERS, VARIANTS, error_of, make
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import DiceKerasAdamOptimizer, DiceKerasSGDOptimizer
@@ -25,13 +24,16 @@ SHOWN = re.compile(r"77[78]\.25")
 NEEDLES = [kind(MARK).tobytes() for kind in (np.float32, np.float64)]
 
 
+def error_of(optimizer):
+    return np.concatenate([np.ravel(part) for part in optimizer._steps.step.rule._errors]).tolist()
+
+
 def marked(variant="sgd", dtype="float64", **options):
     """A compiled model whose optimizer has the error MARK in one coordinate."""
     model = tf.keras.Sequential([tf.keras.layers.Dense(1, use_bias=False, dtype=dtype)])
     model.build((None, 1))
-    cls, extra = OPTIMIZERS[variant]
-    arguments = extra | {"error_l2_norm_clip": None, "learning_rate": 0.0} | options
-    optimizer = cls(1.0, 1.0, **arguments)
+    kind = DiceKerasSGDOptimizer if variant == "sgd" else DiceKerasAdamOptimizer
+    optimizer = kind(1.0, 1.0, learning_rate=0.0, **options)
     model.compile(optimizer, "mse")
     features = tf.constant([[MARK + 1]], dtype)
     optimizer.minimize(lambda: tf.reduce_sum(model(features), 1), model.trainable_variables)
@@ -75,18 +77,6 @@ def test_the_error_is_in_no_file(tmp_path, saver, variant):
         assert np.float64(-555.25).tobytes() in found
 
 
-def test_the_error_is_in_no_checkpoint_of_the_optimizer_alone(tmp_path):
-    _, optimizer = marked("adam")
-    path = tf.train.Checkpoint(optimizer=optimizer).save(str(tmp_path / "c"))
-    reader = tf.train.load_checkpoint(path)
-    shapes = reader.get_variable_to_shape_map()
-    values = [reader.get_tensor(name) for name in shapes if name != "_CHECKPOINTABLE_OBJECT_GRAPH"]
-    assert not any(MARK in np.ravel(value) for value in values)
-    assert [w.name.split("/")[-1] for w in optimizer.weights] == ["iter:0", "m:0", "v:0"]
-    for listed in (optimizer.get_weights(), optimizer.variables(), optimizer.weights):
-        assert not any(MARK in np.ravel(np.asarray(value)) for value in listed)
-
-
 def test_the_error_is_in_no_text_and_no_config():
     _, optimizer = marked()
     config = optimizer.get_config(), tf.keras.optimizers.serialize(optimizer)
@@ -111,31 +101,6 @@ def test_copies_and_pickles_start_anew():
             copier(optimizer._steps.step.rule)
 
 
-class Subclass(DiceKerasSGDOptimizer):
-    pass
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_configuration_makes_the_round_trip(variant):
-    schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.3, 10, 0.9)
-    options = {"momentum": 0.9, "nesterov": True} if variant != "adam" else {"amsgrad": True}
-    optimizer = make(
-        variant, 1.5, num_microbatches=3, expected_batch_size=7, learning_rate=schedule,
-        decay=0.1, name="mine", **options,
-    )  # fmt: skip
-    for again in (
-        type(optimizer).from_config(optimizer.get_config()),
-        tf.keras.optimizers.deserialize(tf.keras.optimizers.serialize(optimizer)),
-    ):
-        assert type(again) is type(optimizer)
-        assert again.get_config() == optimizer.get_config()
-    error_clip = CLIP if variant == "automatic" else ERROR_CLIP
-    assert optimizer.get_config()["error_l2_norm_clip"] == error_clip
-    assert isinstance(optimizer, tf.keras.optimizers.legacy.Optimizer)
-    if variant != "adam":
-        assert type(Subclass.from_config(optimizer.get_config())) is Subclass
-
-
 @pytest.mark.parametrize("suffix", [".keras", ".h5", ""])
 def test_a_loaded_optimizer_starts_another_run(tmp_path, suffix):
     """Keras restores its own state of a legacy optimizer from .h5 only."""
@@ -145,15 +110,6 @@ def test_a_loaded_optimizer_starts_another_run(tmp_path, suffix):
     assert type(loaded.optimizer) is DiceKerasAdamOptimizer
     assert loaded.optimizer.get_config() == optimizer.get_config()
     check_another_run(loaded, loaded.optimizer, 1 if suffix == ".h5" else 0)
-
-
-def test_a_checkpoint_starts_another_run(tmp_path):
-    model, optimizer = marked("adam", "float32")
-    path = tf.train.Checkpoint(model=model, optimizer=optimizer).save(str(tmp_path / "c"))
-    other = tf.keras.models.clone_model(model)
-    again = make("adam", 1.0, error_l2_norm_clip=None)
-    tf.train.Checkpoint(model=other, optimizer=again).restore(path)
-    check_another_run(other, again, 1)
 
 
 def check_another_run(model, again, before):

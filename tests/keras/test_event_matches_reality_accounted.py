@@ -12,7 +12,6 @@ import tensorflow as tf
 from keras_fit import callbacks
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.guarantee import Status
 from hidden_state_adapters.tf_privacy import cyclic_dataset
 
 EXPECTED = hsa.LastIterateDpEvent(
@@ -71,12 +70,6 @@ def test_learning_rates_are_those_that_were_used(make_run):
     assert run.callback.privacy_event == attrs.evolve(EXPECTED, learning_rate=[0.1] * 6 + [0.2] * 6)
 
 
-def test_the_projection_is_on_a_set_of_twice_the_radius(make_run):
-    run = make_run(optimizer={"projection_radius": 0.9})
-    run.fit(epochs=2)
-    assert run.callback.privacy_event == attrs.evolve(EXPECTED, domain_diameter=1.8)
-
-
 def test_dropped_examples_do_not_count(make_run):
     x, y = (part.copy() for part in (make_run().x, make_run().y))
     x, y = np.r_[x, x[:2]], np.r_[y, y[:2]]
@@ -111,26 +104,3 @@ def test_a_saved_model_holds_no_metrics_of_the_training_data(make_run, tmp_path)
     names = [n for n in reader.get_variable_to_shape_map() if "metrics" in n]
     assert names
     assert not any(reader.get_tensor(name).any() for name in names)
-
-
-def test_row17_metrics_that_are_seen_are_declared(make_run):
-    run = make_run(callback={"metrics_stay_private": True})
-    run.fit(callbacks=[callbacks.CSVLogger("log.csv")])
-    texts = [a.text for a in run.callback.assumptions if a.status is Status.DECLARED]
-    assert any("losses and metrics of the training data" in text for text in texts)
-
-
-def test_row18_one_record_per_person_is_an_assumption(make_run):
-    run = make_run()
-    run.fit()
-    declared = [a.text for a in run.callback.assumptions if a.status is Status.DECLARED]
-    assert "one record per person, clipped as one unit" in declared
-    assert "one record per person, clipped as one unit" in run.callback.report(1e-5)
-
-
-def test_row18_equal_examples_are_warned_about_once(make_run, caplog):
-    x, y = (part.copy() for part in (make_run().x, make_run().y))
-    x[1], y[1] = x[0], y[0]
-    data = cyclic_dataset(x, y, batch_size=4)
-    make_run(callback={"data": data}).fit(data, epochs=2)
-    assert sum("records of the data are equal" in text for text in caplog.messages) == 1

@@ -20,28 +20,8 @@ def arrays(run):
     run.fit(run.x, y=run.y, batch_size=4, shuffle=False)
 
 
-def fewer_examples_than_declared(run):
-    data = cyclic_dataset(run.x[:20], run.y[:20], batch_size=4)
-    type(run.callback)(data=data, dataset_size=24)
-
-
-def other_batch_size_than_declared(run):
-    type(run.callback)(data=cyclic_dataset(run.x, run.y, batch_size=6), batch_size=4)
-
-
 def shuffled_dataset(run):
     run.fit(run.data.shuffle(6))
-
-
-def plain_dataset(run):
-    run.fit(tf.data.Dataset.from_tensor_slices((run.x, run.y)).batch(4))
-
-
-def generator(run):
-    def batches():
-        yield run.x[:4], run.y[:4]
-
-    run.fit(batches())
 
 
 def part_of_an_epoch(run):
@@ -101,11 +81,7 @@ def several_steps_per_execution(run):
 
 CASES = [
     (1, arrays, "fit on a dataset of cyclic_dataset"),
-    (1, fewer_examples_than_declared, "dataset_size = 20 of the data, got 24"),
-    (1, other_batch_size_than_declared, "batch_size = 6 of the data, got 4"),
     (1, shuffled_dataset, "not known"),
-    (1, plain_dataset, "not known"),
-    (1, generator, "not known"),
     (1, part_of_an_epoch, "batch 0, expected|of batch 3"),
     (1, other_data_in_the_second_fit, "fit on a dataset of cyclic_dataset"),
     (1, interrupted_epoch, "fit was interrupted"),

@@ -45,11 +45,6 @@ def class_weights(run):
     run.fit(class_weight={0: 1.0, 1: 3.0})
 
 
-def long_features(run):
-    run.take(5.0 * run.x, run.y)
-    run.fit()
-
-
 def regularised(run, **kwargs):
     run.model = tf.keras.Sequential([layers.Dense(1, **kwargs)])
     compile_with(run)
@@ -118,10 +113,6 @@ def mixed_float16(run):
     with_policy(run, "mixed_float16")
 
 
-def mixed_bfloat16(run):
-    with_policy(run, "mixed_bfloat16")
-
-
 def float16(run):
     with_policy(run, "float16")
 
@@ -137,7 +128,6 @@ CASES = [
     (4, scaled_loss, "longer than loss_geometry.lipschitz"),
     (4, loss_weights, "loss_weights=None"),
     (7, class_weights, "data with class_weight"),
-    (5, long_features, "longer than loss_geometry.lipschitz"),
     (9, kernel_regularizer, "no regularisation losses"),
     (9, activity_regularizer, "got a scalar|no regularisation losses"),
     (5, trained_batch_normalisation, "no trainable batch normalisation"),
@@ -146,7 +136,6 @@ CASES = [
     (5, layer_that_sums_the_examples, "variable that is not trained was changed"),
     (3, constraint_on_one_variable, "without a constraint"),
     (10, mixed_float16, "precision"),
-    (10, mixed_bfloat16, "precision"),
     (10, float16, "float32 or float64"),
     (10, loss_scaling, "BlockCoordinateKerasOptimizer in compile, got LossScaleOptimizer"),
 ]

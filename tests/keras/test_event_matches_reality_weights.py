@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
-from keras_fit import callbacks, compile_with
+from keras_fit import callbacks
 from misuse import each_row
 
 import hidden_state_accountants as hsa
@@ -23,10 +23,6 @@ def nudge(run):
 
 def early_stopping(run):
     run.fit(callbacks=[callbacks.EarlyStopping(monitor="loss", restore_best_weights=True)])
-
-
-def plateau(run):
-    run.fit(callbacks=[callbacks.ReduceLROnPlateau(monitor="loss")])
 
 
 def best_checkpoint(run):
@@ -74,19 +70,6 @@ def trained_on_one_batch_between_two_fits(run):
     run.fit()
 
 
-def trained_in_a_loop_between_two_fits(run):
-    run.fit()
-    with tf.GradientTape() as tape:
-        losses = tf.nn.sigmoid_cross_entropy_with_logits(run.y[:4], run.model(run.x[:4]))[:, 0]
-    run.optimizer.minimize(losses, run.variables, tape=tape)
-    run.callback.get_epsilon(1e-5)
-
-
-def several_steps_in_one_execution(run):
-    compile_with(run, steps_per_execution=3)
-    run.fit()
-
-
 def other_optimizer_within_the_run(run):
     run.fit()
     run.model.compile(type(run.optimizer).from_config(run.optimizer.get_config()), run.model.loss)
@@ -109,10 +92,6 @@ def csv_logger(run):
     run.fit(callbacks=[callbacks.CSVLogger("unused")])
 
 
-def tensorboard(run):
-    run.fit(callbacks=[callbacks.TensorBoard("unused")])
-
-
 def resumed_from_a_file_in_the_same_record(run):
     run.fit()
     run.model.save("model.keras")
@@ -122,7 +101,6 @@ def resumed_from_a_file_in_the_same_record(run):
 
 CASES = [
     (2, early_stopping, "got EarlyStopping"),
-    (2, plateau, "got ReduceLROnPlateau"),
     (2, best_checkpoint, "save_best_only"),
     (2, stopped_by_a_callback, "stopped early"),
     (11, nudged_after_an_epoch, "changed outside the private optimizer"),
@@ -130,14 +108,11 @@ CASES = [
     (11, nudged_between_two_fits, "changed outside the private optimizer"),
     (11, nudged_after_a_part_of_an_epoch, "changed outside the private optimizer"),
     (1, trained_on_one_batch_between_two_fits, "took 7 steps, but 6 are recorded"),
-    (1, trained_in_a_loop_between_two_fits, "took 7 steps, but 6 are recorded"),
-    (1, several_steps_in_one_execution, "has taken 3 steps, expected 1"),
     (11, other_optimizer_within_the_run, "got another one"),
     (11, other_kind_of_optimizer, "Expected a CyclicDPKerasSGDOptimizer"),
     (13, backup_and_restore, "BackupAndRestore"),
     (13, resumed_from_a_file_in_the_same_record, "got another one"),
     (17, csv_logger, "no CSVLogger"),
-    (17, tensorboard, "no TensorBoard"),
 ]
 
 

@@ -199,12 +199,6 @@ def test_what_happens_to_the_rest_has_no_effect(act):
     check_honest(looped(act))
 
 
-def test_epsilon_is_that_of_the_honest_run():
-    epsilon = trained(noise=2.0).get_epsilon(1e-5)
-    for run in (trained(scaled, noise=2.0), looped(scaled, noise=2.0)):
-        assert run.get_epsilon(1e-5) == epsilon
-
-
 @pytest.mark.parametrize(
     ("act", "at"), REFUSED, ids=lambda value: getattr(value, "__name__", value)
 )
@@ -243,20 +237,6 @@ def test_labels_of_no_class(bad):
     model.compile(tf.keras.optimizers.SGD(0.5), loss())
     with pytest.raises(hsa.UnsupportedRunError, match="Expected labels from 0 to 2"):
         model.fit(X, y, batch_size=BATCH, verbose=0)
-
-
-def test_features_are_made_once():
-    calls = []
-
-    class Noted(layers.Layer):
-        def call(self, x):
-            calls.append(x.shape)
-            return x
-
-    model = trained(stack=[Noted()])
-    made = len(calls)
-    model.fit(X, Y, batch_size=BATCH, epochs=3, verbose=0)
-    assert len(calls) == made
 
 
 @pytest.mark.parametrize("declared", [False, True])

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
+import keras_models
 import tensorflow as tf
+from keras_models import AUTO, BATCH, FEATURES, RECORDS, X, Y, crossentropy, fit
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
     HiddenStateModel,
-    HiddenStateSequential,
     gradients,
     keras_api,
     make_private,
@@ -21,26 +22,11 @@ from hidden_state_adapters.tf_privacy.gradients import RowByRow, ThroughLinearLa
 pytestmark = pytest.mark.skipif(not keras_api.IS_KERAS_3, reason="Keras 2 runs")
 layers, losses, optimizers = tf.keras.layers, tf.keras.losses, tf.keras.optimizers
 callbacks = tf.keras.callbacks
-RECORDS, FEATURES, BATCH = 12, 3, 4
-X = np.random.default_rng(0).normal(size=(RECORDS, FEATURES)).astype("float32")
-X /= np.linalg.norm(X, axis=1, keepdims=True)
-Y = np.arange(RECORDS) % 2
-AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
 
 
-def crossentropy(**kwargs):
-    return losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
-
-
-def make(stack=None, *, optimizer=None, compile=None, loss=None, **kwargs):
-    settings = {"l2_norm_clip": 0.5, "noise_multiplier": 2.0, "batch_order": "cyclic", **kwargs}
-    model = HiddenStateSequential(stack or [layers.Dense(2)], **settings)
-    model.compile(optimizer or optimizers.SGD(0.5), loss or crossentropy(), **(compile or {}))
-    return model
-
-
-def fit(model, **kwargs):
-    return model.fit(X, Y, **{"batch_size": BATCH, "verbose": 0, **kwargs})
+def make(stack=None, *, optimizer=None, compile=None, loss=None, **settings):
+    compile = {**({} if loss is None else {"loss": loss}), **(compile or {})}
+    return keras_models.make(optimizer, stack, compile=compile, l2_norm_clip=0.5, **settings)
 
 
 def refused(text):

@@ -54,12 +54,6 @@ def test_the_account_of_pairs(make_run, relation):
     assert "moves it by up to twice the clip norm" in text
 
 
-def test_as_many_microbatches_as_examples_are_none(make_run):
-    run = make_run(optimizer={"num_microbatches": 4})
-    run.fit(epochs=2)
-    assert run.callback.privacy_event == EXPECTED
-
-
 def test_the_noise_of_a_step():
     size, rows = 20_000, 4
     variable = tf.Variable(tf.zeros([size]))

@@ -11,7 +11,6 @@ import tensorflow as tf
 import hidden_state_accountants as hsa
 from hidden_state_adapters.batch_plans import SampledPlan
 from hidden_state_adapters.tf_privacy import (
-    BlockCoordinateUpdate,
     DiceUpdate,
     HiddenStateModel,
     HiddenStateSequential,
@@ -24,7 +23,7 @@ from hidden_state_adapters.tf_privacy.gradients import (
     ThroughLinearLayers,
     squared_lengths,
 )
-from hidden_state_adapters.tf_privacy.head_losses import RowLosses
+from hidden_state_adapters.tf_privacy.losses import RowLosses
 
 layers, losses = tf.keras.layers, tf.keras.losses
 RECORDS, FEATURES, CLASSES, BATCH = 24, 4, 3, 6
@@ -79,7 +78,7 @@ def clipped_steps(kernel, bias, batches, *, clip=0.5, rate=0.5, decay=0.1, divis
     return kernel, bias
 
 
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", ["poisson", "cyclic", "full", "balls_in_bins"])
 def test_a_step_is_the_one_of_the_event(order, dealt):
     model = make(noise_multiplier=0.0, batch_order=order)
     model.build((None, FEATURES))
@@ -289,26 +288,6 @@ def test_a_loss_that_mixes_examples(loss, zeros):
     np.testing.assert_allclose(found.norms, rows.gradients(x, y).norms, atol=1e-5)
 
 
-RULES = {
-    "sgd": lambda: tf.keras.optimizers.SGD(0.5),
-    "dice": lambda: DiceUpdate(tf.keras.optimizers.SGD(0.5), error_l2_norm_clip=0.1),
-    "blocks": lambda: BlockCoordinateUpdate(tf.keras.optimizers.SGD(0.5)),
-}
-
-
-@pytest.mark.parametrize("rule", RULES)
-def test_a_label_that_is_a_factor_of_all_losses(rule):
-    """There are no positives among the first examples: nothing that was compared showed it."""
-    y = np.arange(RECORDS) // (RECORDS // 2)
-    ends = []
-    for loss in (over_the_positives, crossentropy()):
-        model = make(optimizer=RULES[rule](), loss=loss, noise_multiplier=0.0, batch_order="full")
-        model.fit(X, y, verbose=0)
-        ends.append(model.get_weights())
-    for own, other in zip(*ends, strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-6)
-
-
 def test_a_number_is_a_variable_of_every_example_alone():
     """Its gradients have no axis but that of the examples, whose lengths must not mix."""
     scale = tf.Variable(2.0)
@@ -347,17 +326,12 @@ def test_squared_lengths_are_those_of_double_precision(shape):
         np.testing.assert_allclose(of(tf.constant(rows)), expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize(("rows", "full"), [(0, 8), (1, 8), (8, 8), (9, 16)])
-def test_sizes_are_filled_up_to_a_few(rows, full):
-    multiple = owned_batches.multiple_of_sizes(is_compiled=True, expected=64)
+@pytest.mark.parametrize(("rows", "full", "xla"), [(0, 2, 0), (1, 2, 0), (3, 3, 0), (9, 16, 1)])
+def test_no_batch_has_a_single_row_on_the_device(rows, full, xla):
+    """Under XLA there are a few sizes."""
+    multiple = owned_batches.multiple_of_sizes(is_compiled=xla, expected=64)
     assert owned_batches.filled(rows, multiple) == full
     assert int(owned_batches.filled(tf.constant(rows, tf.int64), multiple)) == full
-
-
-@pytest.mark.parametrize(("rows", "full"), [(0, 2), (1, 2), (2, 2), (3, 3)])
-def test_no_batch_has_a_single_row_on_the_device(rows, full):
-    assert owned_batches.filled(rows, 1) == full
-    assert int(owned_batches.filled(tf.constant(rows, tf.int64), 1)) == full
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -381,22 +355,6 @@ def test_the_event_is_the_run(order):
     assert model.get_epsilon(1e-5) == pytest.approx(expected, rel=1e-9)
     shown = model.report(1e-5).split("epsilon = ")[1].split()[0]
     assert float(shown) == pytest.approx(expected, rel=1e-3)
-
-
-def test_composition_is_not_above_tensorflow_privacy():
-    """Any optimizer, Poisson batches, and the same numbers."""
-    pytest.importorskip("tensorflow_privacy")
-    from tensorflow_privacy.privacy.analysis import compute_dp_sgd_privacy_lib
-
-    model = make(optimizer="adam", noise_multiplier=1.0, compile={"run_eagerly": True})
-    fit(model, epochs=3)
-    event = model.privacy_event
-    assert (event.loss, event.batch_order.value, event.num_steps) == (None, "poisson", 12)
-    theirs = compute_dp_sgd_privacy_lib._compute_dp_sgd_example_privacy(
-        3, 1.0, 1e-5, used_microbatching=False, poisson_subsampling_probability=BATCH / RECORDS
-    )
-    assert 0 < model.get_epsilon(1e-5) <= theirs
-    assert "Adam along the noisy gradients" in model.report(1e-5)
 
 
 def test_the_noise_is_that_of_the_event():
@@ -425,13 +383,6 @@ def test_a_projection_is_of_all_variables():
     fit(model)
     assert math.sqrt(sum((w**2).sum() for w in model.get_weights())) <= 0.3
     assert model.privacy_event.domain_diameter == 0.6
-
-
-def test_learning_rates_are_recorded():
-    schedule = tf.keras.optimizers.schedules.PiecewiseConstantDecay([2], [0.5, 0.25])
-    model = make(optimizer=tf.keras.optimizers.SGD(schedule), batch_order="cyclic", **AUTO)
-    fit(model)
-    assert list(model.privacy_event.per_step("learning_rate")) == [0.5] * 3 + [0.25]
 
 
 @pytest.mark.parametrize("rows", [4, 1])
@@ -469,23 +420,6 @@ def test_several_calls_of_fit_are_one_run():
     assert model.privacy_event.num_steps == 12
     assert second[0] == model.get_epsilon(1e-5) > first[-1] > first[0]
     assert "calls of fit" in model.report()
-
-
-def test_checkpoints_count(tmp_path):
-    checkpoint = tf.keras.callbacks.ModelCheckpoint(str(tmp_path / "{epoch}.keras"))
-    model = make(**AUTO)
-    fit(model, epochs=3, callbacks=[checkpoint])
-    assert model.privacy_event.release_steps == (4, 8)
-    # What a file was trained with is told to whoever goes on with it.
-    loaded = tf.keras.models.load_model(tmp_path / "2.keras")
-    assert isinstance(loaded, HiddenStateSequential)
-    assert all(metric.result() == 0 for metric in loaded.metrics)
-    loaded.compile(tf.keras.optimizers.SGD(0.5), crossentropy())
-    fit(loaded)
-    assert len(loaded.privacy_events) == 2
-    assert loaded.get_epsilon(1e-5) > hsa.LastIterateAccountant().compose(
-        loaded.privacy_event
-    ).get_epsilon(1e-5)
 
 
 def test_a_model_that_is_compiled_again_goes_on_with_its_weights():
@@ -671,13 +605,6 @@ def test_noise_is_found_for_releases_and_runs_before(tmp_path, without_graphs):
     with pytest.raises(ValueError, match="what the runs before spent"):
         fit(model, target_epsilon=8.0, target_delta=1e-5)
     assert not math.isclose(*found)
-
-
-def test_a_target_of_infinity_asks_for_no_noise(without_graphs):
-    model = make(noise_multiplier=None, batch_order="cyclic", **AUTO)
-    model.compile(tf.keras.optimizers.SGD(0.5, weight_decay=0.2), crossentropy())
-    fit(model, target_epsilon=math.inf, target_delta=1e-5)
-    assert (model.noise_multiplier, model.get_epsilon(1e-5)) == (0.0, math.inf)
 
 
 def statuses(model, text):

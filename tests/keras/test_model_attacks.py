@@ -1,35 +1,26 @@
 """Attacks on what a model says: they refute what forgets a part of the run, and not the model."""
 
 import attrs
-import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 
 pytest.importorskip("tensorflow")
 import tensorflow as tf
 from dice_outlier import DiceOutlier
+from keras_models import AUTO, DELTA, SGD, X, Y, fit, make
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing.linear_losses import LinearLosses
 from hidden_state_adapters import batch_plans
-from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential
+from hidden_state_adapters.tf_privacy import DiceUpdate
 
 pytestmark = pytest.mark.usefixtures("without_graphs")
-SGD, DELTA = tf.keras.optimizers.SGD, 1e-5
-SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
-RECORDS, FEATURES, BATCH, EPOCHS = 12, 3, 4, 5
-X = np.random.default_rng(0).normal(size=(RECORDS, FEATURES)).astype("float32")
-X /= np.linalg.norm(X, axis=1, keepdims=True)
-Y = np.arange(RECORDS) % 2
+SPECIAL, EPOCHS = NeighboringRelation.REPLACE_SPECIAL, 5
 
 
-def fitted(optimizer, more=(), **kwargs):
-    settings = {"l2_norm_clip": 2.0, "noise_multiplier": 2.0, "batch_order": "cyclic", **kwargs}
-    model = HiddenStateSequential([tf.keras.layers.Dense(2)], **settings)
-    model.compile(optimizer, tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    arguments = {"batch_size": BATCH, "epochs": EPOCHS, "validation_data": (X, Y), "verbose": 0}
-    model.fit(X, Y, callbacks=list(more), **arguments)
-    return model
+def fitted(optimizer, more=(), **settings):
+    model = make(optimizer, **{"l2_norm_clip": 2.0, **settings})
+    return fit(model, epochs=EPOCHS, validation_data=(X, Y), callbacks=list(more))
 
 
 def epsilon(event, relation=SPECIAL):
@@ -47,8 +38,7 @@ def test_what_early_stopping_saw():
         SGD(0.5, weight_decay=0.9),
         [stops],
         validation_data_is_public=True,
-        loss_geometry="auto",
-        feature_norm=1.0,
+        **AUTO,
     )
     event = model.privacy_event
     found = shown(LinearLosses(), event)

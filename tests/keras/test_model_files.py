@@ -6,21 +6,20 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
+import keras_models
 import tensorflow as tf
+from keras_models import SGD, X, fit
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateUpdate,
     DiceUpdate,
-    HiddenStateSequential,
     keras_api,
     lineage,
 )
 
 pytestmark = pytest.mark.usefixtures("without_graphs")
-X = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
-Y = np.arange(12) % 2
-SGD, SECRET = tf.keras.optimizers.SGD, {"stays_private": True, "include_private_state": True}
+SECRET = {"stays_private": True, "include_private_state": True}
 
 
 def by_layers(model):
@@ -52,18 +51,10 @@ def new_process():
 
 
 def make(mechanism, noise=2.0):
-    layers = [tf.keras.layers.Dense(2), tf.keras.layers.Dense(2)]
-    model = HiddenStateSequential(
-        layers, l2_norm_clip=0.3, noise_multiplier=noise, batch_order="cyclic"
-    )
-    model.build((None, 3))
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(MECHANISMS[mechanism](model), loss)
-    return model
-
-
-def fit(model):
-    model.fit(X, Y, batch_size=4, verbose=0)
+    stack = [tf.keras.layers.Dense(2), tf.keras.layers.Dense(2)]
+    model = keras_models.make(None, stack, l2_norm_clip=0.3, noise_multiplier=noise)
+    model.build(X.shape)
+    model.compile(MECHANISMS[mechanism](model), keras_models.crossentropy())
     return model
 
 
@@ -126,7 +117,7 @@ def test_a_model_that_is_compiled_by_hand_has_what_it_was_compiled_with(tmp_path
     model.save(path)
     new_process()
     again = tf.keras.models.load_model(path, compile=False)
-    again.compile(SGD(0.5), tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    again.compile(SGD(0.5), keras_models.crossentropy())
     assert "update_rule" not in again.get_config()
     again.resume(state)
     with pytest.raises(hsa.UnsupportedRunError, match="Compile with what it was made with"):

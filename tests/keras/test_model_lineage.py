@@ -1,19 +1,17 @@
 """What the file of a model that owns its run tells of the runs behind its weights."""
 
-import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
+import keras_models
 import tensorflow as tf
+from keras_models import SGD, STEPS, X, Y
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import HiddenStateSequential, lineage
 
 pytestmark = pytest.mark.usefixtures("without_graphs")
-callbacks, layers = tf.keras.callbacks, tf.keras.layers
-STEPS, EPOCHS = 3, 4
-X = np.random.default_rng(0).normal(size=(12, 3)).astype("float32")
-Y = np.arange(12) % 2
+callbacks, layers, EPOCHS = tf.keras.callbacks, tf.keras.layers, 4
 
 
 @pytest.fixture(autouse=True)
@@ -27,21 +25,18 @@ def new_process():
 
 
 def compiled(model):
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(tf.keras.optimizers.SGD(0.1), loss)
+    model.compile(SGD(0.1), keras_models.crossentropy())
     return model
 
 
-def make(**kwargs):
-    settings = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic", **kwargs}
-    model = HiddenStateSequential([layers.Dense(2), layers.Dense(2)], **settings)
-    model.build((None, 3))
-    return compiled(model)
-
-
-def fit(model, *more, epochs=1, **kwargs):
-    model.fit(X, Y, batch_size=4, epochs=epochs, callbacks=list(more), verbose=0, **kwargs)
+def make(**settings):
+    model = keras_models.make(SGD(0.1), [layers.Dense(2), layers.Dense(2)], **settings)
+    model.build(X.shape)
     return model
+
+
+def fit(model, *more, **kwargs):
+    return keras_models.fit(model, callbacks=list(more), **kwargs)
 
 
 def loaded(path):

@@ -7,30 +7,24 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
+import keras_models
 import tensorflow as tf
+from keras_models import BATCH, FEATURES, RECORDS, Y, crossentropy
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import HiddenStateModel, HiddenStateSequential, keras_api
 
 pytestmark = pytest.mark.usefixtures("without_graphs")
 layers, optimizers, callbacks = tf.keras.layers, tf.keras.optimizers, tf.keras.callbacks
-RECORDS, FEATURES, BATCH = 12, 3, 4
 X = np.eye(RECORDS, FEATURES, dtype="float32") + 0.1
-Y = np.arange(RECORDS) % 2
 
 
-def loss():
-    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def make(stack=None, *, optimizer=None, kind=HiddenStateSequential, compile=None, **kwargs):
-    model = kind(stack or [layers.Dense(2)], **{**SETTINGS, **kwargs})
-    model.compile(optimizer or optimizers.SGD(0.5), **{"loss": loss(), **(compile or {})})
-    return model
+def make(stack=None, *, optimizer=None, **settings):
+    return keras_models.make(optimizer, stack, **settings)
 
 
 def fit(model, **kwargs):
-    return model.fit(**{"x": X, "y": Y, "batch_size": BATCH, "verbose": 0, **kwargs})
+    return keras_models.fit(model, **{"x": X, **kwargs})
 
 
 def generated(batches=3, *more):
@@ -191,17 +185,17 @@ def test_models_and_optimizers(arguments, text):
 
 
 def test_a_list_of_one_loss():
-    model = make(compile={"loss": [loss()]})
+    model = make(compile={"loss": [crossentropy()]})
     fit(model)
     assert model.get_epsilon(1e-5) > 0
     with pytest.raises(hsa.UnsupportedRunError, match="got several"):
-        fit(make(compile={"loss": [loss(), loss()]}))
+        fit(make(compile={"loss": [crossentropy(), crossentropy()]}))
 
 
 def test_two_outputs():
     inputs = tf.keras.Input((FEATURES,))
     model = HiddenStateModel(inputs, [layers.Dense(2)(inputs), layers.Dense(2)(inputs)], **SETTINGS)
-    model.compile(optimizers.SGD(0.5), loss())
+    model.compile(optimizers.SGD(0.5), crossentropy())
     with pytest.raises(hsa.UnsupportedRunError, match="one tensor of targets and one of outputs"):
         fit(model)
 

@@ -14,10 +14,9 @@ from hidden_state_adapters.tf_privacy import (
     PrivateRun,
     make_private,
 )
-from hidden_state_adapters.tf_privacy.keras_api import IS_KERAS_3
 
 pytestmark = pytest.mark.usefixtures("row_by_row", "without_graphs")
-DELTA, EPOCHS, EPOCH = 1e-5, 3, 3
+DELTA, EPOCHS = 1e-5, 3
 X = np.eye(4, dtype="float32")[np.arange(12) % 4]
 Y = np.arange(12) % 2
 SETTINGS = {
@@ -158,24 +157,6 @@ def test_a_callback_that_writes_after_every_step(place):
 
     trained.epoch(**{place: [tf.keras.callbacks.LambdaCallback(on_train_batch_end=write)]})
     assert released(trained) == [2]
-
-
-@pytest.mark.skipif(IS_KERAS_3, reason="has no such format")
-def test_a_saved_model_in_a_folder():
-    trained = OfAModel()
-    trained.epoch()
-    trained.model.save("folder")
-    trained.epoch()
-    assert released(trained) == [3]
-
-
-def test_the_file_of_a_callback_of_ones_own():
-    trained = OfAModel()
-    write = tf.keras.callbacks.LambdaCallback(
-        on_epoch_end=lambda epoch, logs: trained.model.save(f"{epoch}.keras")
-    )
-    trained.epoch(epochs=3, callbacks=[write])
-    assert [step for step in released(trained) if step < 9] == [3, 6]
 
 
 def of_a_sequential_model():

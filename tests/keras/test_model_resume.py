@@ -7,22 +7,16 @@ import pytest
 from cases import first
 
 pytest.importorskip("tensorflow")
+import keras_models
 import tensorflow as tf
+from keras_models import DELTA, FEATURES, X, Y, fit
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
-from hidden_state_adapters.tf_privacy import (
-    BlockCoordinateUpdate,
-    DiceUpdate,
-    HiddenStateSequential,
-    lineage,
-)
+from hidden_state_adapters.tf_privacy import BlockCoordinateUpdate, DiceUpdate, lineage
 from hidden_state_adapters.tf_privacy import batches as owned_batches
 
-layers, optimizers, callbacks = tf.keras.layers, tf.keras.optimizers, tf.keras.callbacks
-RECORDS, FEATURES, BATCH, DELTA = 12, 3, 4, 1e-5
-X = np.linspace(-0.5, 0.5, RECORDS * FEATURES, dtype="float32").reshape(RECORDS, FEATURES)
-Y = np.arange(RECORDS) % 2
+optimizers, callbacks = tf.keras.optimizers, tf.keras.callbacks
 GEOMETRY = {"loss_geometry": hsa.LossGeometry.softmax_cross_entropy(2.0, bias=True)}
 SECRET = {"stays_private": True, "include_private_state": True}
 
@@ -49,16 +43,9 @@ def make(*, optimizer=None, **kwargs):
         optimizer = BlockCoordinateUpdate(
             optimizers.SGD(0.5), lambda: [[v] for v in model.trainable_variables]
         )
-    settings = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic", **kwargs}
-    model = HiddenStateSequential([layers.Dense(2, kernel_initializer="ones")], **settings)
-    loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer or optimizers.SGD(rate(), weight_decay=0.1), loss, run_eagerly=True)
+    optimizer = optimizer or optimizers.SGD(rate(), weight_decay=0.1)
+    model = keras_models.make(optimizer, compile={"run_eagerly": True}, **kwargs)
     model.build((None, FEATURES))
-    return model
-
-
-def fit(model, **kwargs):
-    model.fit(**{"x": X, "y": Y, "batch_size": BATCH, "verbose": 0, **kwargs})
     return model
 
 
@@ -102,21 +89,6 @@ def test_it_is_one_run(name, new_process):
         assert sum(part in text for text in texts) == 1
 
 
-@pytest.mark.parametrize("order", ["cyclic", "shuffled_once", "dice"])
-def test_it_takes_the_same_steps(order, new_process):
-    """Without noise: learning rates go on, and so do a secret order drawn once, and an error."""
-    kwargs = {"noise_multiplier": 0.0, "batch_order": order}
-    if order == "dice":
-        kwargs |= {"batch_order": "cyclic", "optimizer": "dice"}
-    parts = fit(make(**kwargs))
-    left = saved(parts, **({} if order == "cyclic" else SECRET))
-    whole = fit(parts, epochs=2)
-    new_process()
-    again = gone_on(*left, epochs=2, **kwargs)
-    for own, other in zip(again.get_weights(), whole.get_weights(), strict=True):
-        np.testing.assert_array_equal(own, other)
-
-
 def test_noise_and_random_batches_are_new(monkeypatch, new_process):
     dealt, deal = [], owned_batches.Dealer.deal
 
@@ -157,17 +129,6 @@ def test_a_loaded_model_goes_on(tmp_path, new_process):
     assert again.get_config()["hidden_state"] == model.get_config()["hidden_state"]
     (event,) = again.privacy_events
     assert (event.num_steps, event.release_steps) == (12, (6,))
-
-
-def test_without_resume_it_is_another_run(tmp_path, new_process):
-    model = fit(make())
-    state = model.state()
-    model.save(tmp_path / "model.keras")
-    new_process()
-    again = fit(tf.keras.models.load_model(tmp_path / "model.keras"))
-    assert [event.num_steps for event in again.privacy_events] == [3, 3]
-    with pytest.raises(hsa.UnsupportedRunError, match="without steps of its own"):
-        again.resume(state)
 
 
 def test_an_epoch_survives_a_crash(new_process):

@@ -15,9 +15,7 @@ from hidden_state_adapters.tf_privacy import (
     DiceKerasAdamOptimizer,
     DiceKerasSGDOptimizer,
     DiceUpdate,
-    HiddenStateCallback,
     HiddenStateSequential,
-    cyclic_dataset,
     make_private,
 )
 from hidden_state_adapters.tf_privacy.step import PrivateStep
@@ -79,13 +77,6 @@ PAIRS = {
         lambda: DiceUpdate(OLD.SGD(RATE, 0.9, True, decay=0.1), error_l2_norm_clip=0.1),
         {},
     ),
-    "automatic dice": (
-        lambda noise: dice(
-            noise=noise, automatic=True, error_l2_norm_clip=None, expected_batch_size=BATCH
-        ),
-        lambda: DiceUpdate(SGD(RATE), automatic=True),
-        {},
-    ),
     "dice with Adam": (
         lambda noise: dice(
             DiceKerasAdamOptimizer, noise, beta_1=0.8, beta_2=0.9, epsilon=0.1, amsgrad=True
@@ -123,18 +114,6 @@ def test_it_is_the_same_run(name, monkeypatch):
     assert short.get_epsilon(1e-5) == long.get_epsilon(1e-5)
 
 
-def test_the_steps_are_those_of_the_optimizer_alone():
-    model = fit(make(cyclic(0.0, weight_decay=DECAY)))
-    other = tf.keras.Sequential([layers.Dense(CLASSES, kernel_initializer="ones")])
-    other.compile(cyclic(0.0, weight_decay=DECAY), crossentropy(reduction="none"), run_eagerly=True)
-    data = cyclic_dataset(X, Y, batch_size=BATCH)
-    record = HiddenStateCallback(data=data)
-    other.fit(data, epochs=2, callbacks=[record], verbose=0)
-    assert model.privacy_event == record.privacy_event
-    for one, its in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_allclose(one, its, atol=1e-6)
-
-
 @pytest.mark.parametrize("name", PAIRS)
 def test_noise_is_added_once(name, monkeypatch):
     """Noise that is the same number everywhere moves every weight by it, step by step."""
@@ -154,9 +133,8 @@ def test_noise_is_added_once(name, monkeypatch):
         np.testing.assert_allclose(moved, 3 * RATE * CLIP * NOISE / BATCH, rtol=1e-5)
 
 
-@pytest.mark.parametrize("optimizer", [cyclic(), dice()], ids=["cyclic", "dice"])
-def test_batches_are_poisson_unless_the_model_says_otherwise(optimizer):
-    model = fit(make(optimizer, batch_order=None))
+def test_batches_are_poisson_unless_the_model_says_otherwise():
+    model = fit(make(dice(), batch_order=None))
     assert model.privacy_event.batch_order is hsa.BatchOrder.POISSON
     assert "Batches are Poisson" in model.report(1e-5)
 

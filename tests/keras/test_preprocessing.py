@@ -92,13 +92,3 @@ def test_text_is_vectorized_before():
     model.compile("sgd", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     with pytest.raises(hsa.UnsupportedRunError, match=r"x = layer\(x\)"):
         model.fit(WORDS, np.arange(12) % 2, batch_size=4, verbose=0)
-
-
-def test_an_adapted_layer_from_a_file_is_refused(tmp_path):
-    normalization = layers.Normalization()
-    normalization.adapt(NUMBERS)
-    model = tf.keras.Sequential([tf.keras.Input([2]), normalization, layers.Dense(1)])
-    model.save(tmp_path / "model.keras")
-    loaded = tf.keras.models.load_model(tmp_path / "model.keras")
-    with pytest.raises(hsa.UnsupportedRunError, match="as adapt left it"):
-        check_layers(loaded)

@@ -86,11 +86,7 @@ def test_it_is_the_run_of_fit(optimizer):
     model = fitted(optimizer, noise_multiplier=0.0)
     for own, other in zip(run.record.model.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_allclose(own, other, atol=1e-6)
-    noisy = private_run(optimizer)
-    noisy.train(2, verbose=False)
-    expected = fitted(optimizer)
-    assert noisy.get_epsilon(DELTA) == expected.get_epsilon(DELTA)
-    assert noisy.privacy_event == expected.privacy_event
+    assert run.privacy_event == model.privacy_event
 
 
 def test_several_steps_between_two_looks_are_single_steps():

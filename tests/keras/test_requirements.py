@@ -17,7 +17,7 @@ def keras(package, backend=None):
     return types.SimpleNamespace(layers=types.SimpleNamespace(Layer=layer), config=config)
 
 
-Keras2, Keras3 = keras("tf_keras"), keras("keras", "tensorflow")
+Keras3 = keras("keras", "tensorflow")
 
 
 class Broken(types.ModuleType):
@@ -101,14 +101,6 @@ def test_incompatible_versions_are_named(install, monkeypatch, error):
     assert e.value.__cause__ is error
     for text in (str(error), "dp-accounting 0.", "numpy ", FRESH):
         assert text in str(e.value)
-
-
-@pytest.mark.parametrize(
-    "module", [tensorflow("2.15.0"), tensorflow("2.15.1"), tensorflow("2.17.0rc1", Keras2)]
-)
-def test_nothing_needs_tensorflow_privacy(install, module):
-    install(module)
-    requirements.check("CyclicDPKerasSGDOptimizer", needs_keras_2=True)
 
 
 def test_only_optimizers_and_their_callback_need_keras_2(install, monkeypatch):

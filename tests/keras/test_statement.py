@@ -72,36 +72,6 @@ def test_refused(arguments, kind):
         compute_last_iterate_privacy_statement(*arguments)
 
 
-# For every kind of run
-
-
-SHORT = attrs.evolve(EVENT, dataset_size=5000, num_steps=20)
-DICE = hsa.DiceSgdDpEvent(
-    noise_std=0.02,
-    clip_norm=1.0,
-    error_clip_norm=0.5,
-    batch_size=100,
-    dataset_size=2500,
-    num_steps=50,
-    gradient_bound=5.0,
-    batch_order="cyclic",
-)
-BLOCKS = hsa.BlockCoordinateDpEvent(
-    step_size=0.05,
-    noise_variance=1.0,
-    gradient_sensitivity=1.0,
-    batch_size=100,
-    dataset_size=2500,
-    num_epochs=2,
-)
-
-
-def in_order(order):
-    if order is hsa.BatchOrder.FULL:
-        return attrs.evolve(SHORT, batch_order=order, batch_size=5000)
-    return attrs.evolve(SHORT, batch_order=order)
-
-
 def test_the_figures_beside_those_of_tf_privacy_on_the_page():
     """docs/keras.md, "Why is my epsilon different?": the table."""
     privacy = pytest.importorskip("tensorflow_privacy")
@@ -124,35 +94,3 @@ def test_the_figures_beside_those_of_tf_privacy_on_the_page():
     assert theirs() == pytest.approx(default, abs=0.005)
     assert theirs(used_microbatching=False) == pytest.approx(single, abs=0.005)
     assert every == pytest.approx(ours, abs=0.005)
-
-
-@pytest.mark.parametrize(
-    ("event", "relation"),
-    [
-        *(
-            (in_order(order), relation)
-            for order in hsa.BatchOrder
-            for relation in (NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE)
-        ),
-        (in_order(hsa.BatchOrder.FULL), NeighboringRelation.ADD_OR_REMOVE_ONE),
-        (in_order(hsa.BatchOrder.POISSON), NeighboringRelation.ADD_OR_REMOVE_ONE),
-        (attrs.evolve(SHORT, release_steps=(5, 10)), NeighboringRelation.REPLACE_ONE),
-        (DICE, NeighboringRelation.REPLACE_SPECIAL),
-        (DICE, NeighboringRelation.REPLACE_ONE),
-        (BLOCKS, NeighboringRelation.REPLACE_ONE),
-    ],
-    ids=lambda value: getattr(value, "name", getattr(value, "batch_order", value)),
-)
-def test_every_kind_of_run(event, relation):
-    text = compute_last_iterate_privacy_statement(event, DELTA, relation)
-    assert relation.name in text
-    exact = hsa.LastIterateAccountant(relation).compose(event).get_epsilon(DELTA)
-    assert figure(text, "epsilon ") == pytest.approx(exact, abs=1e-4)
-    if event is not BLOCKS:
-        assert f"records, {event.batch_order.value}" in text
-
-
-@pytest.mark.parametrize("event", [in_order(hsa.BatchOrder.WITHOUT_REPLACEMENT), BLOCKS])
-def test_relations_that_no_theorem_covers(event):
-    with pytest.raises(hsa.UnsupportedRunError):
-        compute_last_iterate_privacy_statement(event, DELTA, NeighboringRelation.ADD_OR_REMOVE_ONE)

@@ -36,7 +36,6 @@ from hidden_state_adapters.tf_privacy.lineage import Lineage, RunState
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import (
-    Iterate,
     PlainSGD,
     PrivateStep,
     StepEntry,
@@ -54,30 +53,16 @@ class StepsAhead:
     """The steps that a call of fit is going to take.
 
     Attributes:
-        steps: Their number, those of earlier calls included.
+        steps: Number of steps, those of earlier calls included.
         period: Batches of an epoch.
-        releases_epochs: Whether a file is seen after every epoch.
-        releases_steps: Whether after every step.
+        releases_epochs: True if a file is seen after every epoch.
+        releases_steps: True if a file is seen after every step.
     """
 
     steps: int
     period: int
     releases_epochs: bool
     releases_steps: bool
-
-    def add_to(self, run: Run, step: Callable[[int], Step]) -> Run:
-        """Returns the run with the steps that it lacks.
-
-        Args:
-            run: Run with its steps so far.
-            step: Function that gives the step of every number, from 0 on, of the whole run.
-        """
-        for number in range(run.num_steps, self.steps + 1):
-            if self.releases_steps or (self.releases_epochs and number % self.period == 0):
-                run.release()
-            if number < self.steps:
-                run.add(step(number))
-        return run
 
 
 class UpdateRule:
@@ -88,7 +73,7 @@ class UpdateRule:
     Attributes:
         divisor: Public divisor of the sums that the run has to have; None for any.
         why_one_replica: Reason why the steps cannot be those of several replicas; "" if they can.
-        takes_gradient_bound: Whether a bound on the gradients alone says anything of its runs.
+        takes_gradient_bound: True if a bound on the gradients alone says anything of its runs.
 
     Args:
         optimizer: Optimizer of Keras, or its name.
@@ -106,13 +91,7 @@ class UpdateRule:
         return settings.declared
 
     def check(self, settings: Settings, update: Update, plan: BatchPlan | None) -> None:
-        """Raises UnsupportedRunError if there is no such algorithm.
-
-        Args:
-            settings: Arguments of the model.
-            update: What the compiled optimizer makes of noisy gradients.
-            plan: Batches; None in a loop that nobody records.
-        """
+        """Raises UnsupportedRunError if there is no such algorithm, of a plan if there is one."""
         if settings.needs_plain_sgd and not update.is_plain_sgd:
             raise UnsupportedRunError(
                 f"Expected plain SGD with {settings.needs_plain_sgd}, got {update.name}: no "
@@ -148,22 +127,13 @@ class UpdateRule:
         )
 
     def knows_losses(self, optimizer: Any, variables: Sequence[Any]) -> bool:
-        """Returns whether what is known of a loss lowers epsilon: along plain SGD, in one block.
-
-        Args:
-            optimizer: Optimizer that Keras has compiled.
-            variables: Variables that are trained.
-        """
+        """Returns whether what is known of a loss lowers epsilon: along plain SGD, in one block."""
         if self.takes_gradient_bound:
             return True
         return Update(optimizer, variables).is_plain_sgd and len(self.blocks_of(variables)) <= 1
 
     def with_places(self, model: Any) -> UpdateRule:
-        """Returns a rule for files, with the places of variables among those of a model.
-
-        Raises:
-            UnsupportedRunError: It is about other variables.
-        """
+        """Returns a rule for files, with the places of variables among those of a model."""
         return self
 
     def get_config(self) -> dict[str, Any]:
@@ -183,9 +153,9 @@ class Algorithm:
     gradients of its own.
 
     Attributes:
-        settings: Arguments of the model, or what the optimizer was made with.
-        update: What the compiled optimizer makes of noisy gradients.
         step: Private step that is made.
+        last_step: Last step, and number of steps so far.
+        left: Values that it left, as of `PrivateStep.values`.
         lineage: Run that its steps are of, and those before it.
         asked_for: Number of steps that the only call of fit so far was asked for; None if there
             are more.
@@ -221,7 +191,7 @@ class Algorithm:
         assert isinstance(settings.l2_norm_clip, float)  # compile has asked for it
         self._rule, self._given_plan = rule, plan
         self.settings, self.update = settings, update
-        noise, self._blocks = settings.noise_multiplier, rule.blocks_of(variables)
+        noise, self.blocks = settings.noise_multiplier, rule.blocks_of(variables)
         self.step = PrivateStep(
             rule.moves_by(settings, update, variables),
             variables,
@@ -229,9 +199,9 @@ class Algorithm:
             noise_multiplier=1.0 if noise is None else noise,  # which fit is to find
             divisor=rule.divisor if plan is None else plan.batch_size,
             kept=update.slots,
-            blocks=self._blocks,
+            blocks=self.blocks,
         )
-        self.iterate: Any = Iterate(self.step)  # an optimizer in a loop has `NotedSteps`
+        self.stands_at(StepEntry())
         self.lineage = Lineage(self)
         self.asked_for: int | None = None
         self._is_resumed = False  # what was declared before the first step is not known
@@ -239,8 +209,9 @@ class Algorithm:
         self.begin(Declared())
 
     @property
-    def _plan(self) -> BatchPlan:
-        assert self._given_plan is not None  # a record has one
+    def plan(self) -> BatchPlan:
+        """The batches, of a run that is recorded."""
+        assert self._given_plan is not None
         return self._given_plan
 
     # The steps
@@ -275,71 +246,21 @@ class Algorithm:
             [tf.TensorSpec([None], tf.int64)],
         )
 
-    def took(self, entries: Sequence[StepEntry], values: Sequence[tf.Tensor]) -> None:
+    def stands_at(self, entry: StepEntry) -> None:
+        """Takes the weights of the moment for those that a step left."""
+        self.last_step, self.left = entry, self.step.values()
+
+    def took(self, entries: Sequence[StepEntry], left: list[tf.Tensor]) -> None:
         """Notes steps that were taken together, and the values that they left."""
         if entries:
-            self.iterate.last = entries[-1]  # first, so that none is taken that does not count
-        self.iterate.values = values
+            self.last_step = entries[-1]  # first, so that none is taken that does not count
+        self.left = left
         self.update.count(len(entries))
 
     @property
-    def last_step(self) -> StepEntry:
-        """Last step, and number of steps so far."""
-        entry: StepEntry = self.iterate.last
-        return entry
-
-    @property
     def has_stepped(self) -> bool:
-        """Whether it changed variables."""
+        """True if it changed variables."""
         return self.last_step.steps > 0
-
-    @property
-    def variables(self) -> Sequence[Any]:
-        """Variables that it trains."""
-        return self.step.variables
-
-    def has_left(self, variable: Any) -> bool:
-        """Returns whether one of them is as the last step left it."""
-        return self.step.has_left(self.iterate.values, variable)
-
-    @property
-    def blocks(self) -> Blocks:
-        """Its variables, if it updates them in turn."""
-        return self._blocks
-
-    def trains_by(self, blocks: Blocks) -> None:
-        """Notes the blocks of the first step, which must be those of all others.
-
-        Raises:
-            UnsupportedRunError: They are others.
-        """
-        if [list(map(id, block)) for block in blocks] == [
-            list(map(id, block)) for block in self._blocks
-        ]:
-            return
-        with tf.init_scope():  # the step may be traced
-            has_stepped = self.has_stepped
-        if has_stepped:
-            raise UnsupportedRunError(
-                "Expected the blocks of the first step, got other variables or another order: one "
-                "run trains the same blocks throughout. Use another optimizer for other blocks."
-            )
-        self._blocks = self.step.blocks = blocks
-
-    def check_run(self) -> None:
-        """Raises UnsupportedRunError if noise was made that no step was taken with."""
-        entry = self.last_step
-        if entry.drawn != entry.steps:
-            raise UnsupportedRunError(
-                f"Noisy gradients were computed {entry.drawn} times, but {entry.steps} steps were "
-                "taken: the others were refused or interrupted. What ended the run may depend on "
-                f"the examples. Start again with another optimizer. {entry.problem}".rstrip()
-            )
-
-    def goes_back(self) -> None:
-        """Takes the weights of the moment, made of those of earlier steps, for the newest."""
-        last = self.last_step
-        self.iterate.stands_at(last.steps, last.rows)
 
     def trains(self, variables: Sequence[Any]) -> bool:
         """Returns whether these are the variables of the run."""
@@ -347,8 +268,7 @@ class Algorithm:
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Returns whether variables, and the optimizer's, are as the last step left them."""
-        left: bool = self.iterate.is_left(variables)
-        return left
+        return bool(self.step.is_left(self.left, variables))
 
     # How it goes on elsewhere
 
@@ -360,36 +280,30 @@ class Algorithm:
 
     @property
     def hidden_state(self) -> str:
-        """What the algorithm keeps secret, or the order that is drawn for the whole run."""
-        return self.described.secret or self._plan.why_not_resumable(self._plan.num_batches)
+        """Secret that the algorithm keeps, or the order that is drawn for the whole run."""
+        return self.described.secret or self.plan.why_not_resumable(self.plan.num_batches)
 
     def private_state(self) -> dict[str, Any]:
         """Returns that order, and what the rule keeps. Secret."""
-        order = self._plan.private_state(self.last_step.steps)
+        order = self.plan.private_state(self.last_step.steps)
         return {"order": order, **self.step.rule.private_state()}
 
     def resume(self, state: RunState, variables: Sequence[Any]) -> None:
-        """Goes on with a run, after its steps so far, with new noise.
-
-        Moments are what Keras restored.
-
-        Args:
-            state: State of the run.
-            variables: Variables that are trained, as its last step left them.
+        """Goes on with a run, with new noise; moments are what Keras restored.
 
         Raises:
             ValueError: The private state is damaged, or the blocks are others.
         """
         places = {id(variable): place for place, variable in enumerate(variables)}
-        own = tuple(tuple(places[id(v)] for v in block) for block in self._blocks)
+        own = tuple(tuple(places[id(v)] for v in block) for block in self.blocks)
         if own != state.blocks:
             raise ValueError(
                 f"Expected the blocks of the run so far, trainable variables {state.blocks}, got "
                 f"{own}. Compile as before."
             )
         self.step.rule.resume(state.private or {})
-        longest = state.declared.longest_gradient  # each was compared with it
-        self.iterate.stands_at(state.num_steps, state.batch_size, longest)
+        longest = self._declared.longest_gradient  # each was compared with it
+        self.stands_at(StepEntry(state.num_steps, state.batch_size, largest_norm=longest))
         self.update.iterations.assign(state.iterations)
         self._is_resumed = True
 
@@ -412,11 +326,7 @@ class Algorithm:
         self.begin(self._declared)
 
     def check_start(self, variables: Sequence[Any], declared: Declared) -> None:
-        """Refuses to begin a run with these variables and declarations.
-
-        Raises:
-            UnsupportedRunError: The text says which.
-        """
+        """Raises UnsupportedRunError if no run begins with these variables and declarations."""
         if declared.gradient_bound < math.inf and not self._rule.takes_gradient_bound:
             raise UnsupportedRunError(
                 "Expected gradient_bound for a Dice optimizer, got "
@@ -437,14 +347,10 @@ class Algorithm:
 
     def new_run(self, declared: Declared) -> Run:
         """Returns the empty record of a run."""
-        return self._rule.described(self, declared).new_run(self._plan.fields)
+        return self._rule.described(self, declared).new_run(self.plan.fields)
 
     def step_of(self, entry: StepEntry) -> Step:
-        """Returns what a step says to the run.
-
-        Raises:
-            UnsupportedRunError: It is no step of such a run.
-        """
+        """Returns what a step says to the run; UnsupportedRunError if it is none of such a run."""
         self.update.check_options()
         return self.described.step(
             learning_rate=as_meant(entry.learning_rate),
@@ -454,11 +360,7 @@ class Algorithm:
         )
 
     def event_ahead(self, declared: Declared, ahead: StepsAhead) -> Any:
-        """Returns the event of a run that is still to be made, with a noise multiplier of 1.
-
-        Raises:
-            UnsupportedRunError: Its learning rates are not known, or its releases are not in it.
-        """
+        """Returns the event of a run that is still to be made, with a noise multiplier of 1."""
         self.set_noise(1.0)
         run = self.with_steps_ahead(self.new_run(declared), ahead)
         event = run.event()
@@ -471,12 +373,8 @@ class Algorithm:
         return event
 
     def with_steps_ahead(self, run: Run, ahead: StepsAhead) -> Run:
-        """Adds to a run the steps that it lacks, as they are going to be.
-
-        Raises:
-            UnsupportedRunError: Their learning rates are not known.
-        """
-        first, plan = run.num_steps, self._plan
+        """Adds to a run the steps that it lacks, as they are going to be."""
+        first, plan = run.num_steps, self.plan
         is_function = callable(self.given_rate) and not _is_schedule(self.given_rate)
         if is_function and self.known_loss is not None:
             raise UnsupportedRunError(
@@ -491,7 +389,12 @@ class Algorithm:
             entry = StepEntry(rows=rows, learning_rate=rates[number - first])
             return attrs.evolve(self.step_of(entry), batch=number % plan.num_batches)
 
-        return ahead.add_to(run, step)
+        for number in range(first, ahead.steps + 1):
+            if ahead.releases_steps or (ahead.releases_epochs and number % ahead.period == 0):
+                run.release()
+            if number < ahead.steps:
+                run.add(step(number))
+        return run
 
     # What is said of it
 
@@ -500,7 +403,7 @@ class Algorithm:
         is_drop_in = hasattr(self.update.optimizer, "plain_update")
         if self.known_loss is None and not is_drop_in:  # composition is what was asked for
             return ""
-        return self.described.line_before(self._plan.fields, relation, float(self.update.rate()))
+        return self.described.line_before(self.plan.fields, relation, float(self.update.rate()))
 
     def in_advance(self, run: Run) -> list[Assumption]:
         """Returns the number of steps that was asked for, and the rates that nobody changes."""
@@ -561,12 +464,7 @@ def as_meant(rate: float) -> float:
 
 
 def declared_rates(given: Any, recorded: float | Schedule) -> list[str]:
-    """Returns what is declared about learning rates that are no number and no schedule of Keras.
-
-    Args:
-        given: Learning rate of the optimizer: a number, a schedule, or a function.
-        recorded: Learning rates of the steps.
-    """
+    """Returns what is declared about learning rates that are no number and no schedule of Keras."""
     if _is_schedule(given):
         if keras_api.is_of_keras(given):
             return []
@@ -611,11 +509,7 @@ def plain_rule(rule: UpdateRule, model: Any) -> dict[str, Any]:
 
 
 def rule_of(plain: Mapping[str, Any], optimizer: Any) -> Any:
-    """Returns the rule that `plain_rule` wrote down, or the optimizer.
-
-    Raises:
-        UnsupportedRunError: The rule is a class of somebody else that Keras does not know.
-    """
+    """Returns the rule that `plain_rule` wrote down, or the optimizer."""
     if not plain:
         return optimizer
     if plain["module"].startswith("hidden_state_adapters."):  # whose modules are loaded lazily
@@ -637,14 +531,8 @@ def rule_and_settings(optimizer: Any, given: Settings) -> tuple[UpdateRule, Sett
     """Returns rule and settings of a model that is compiled with an optimizer.
 
     Args:
-        optimizer: An `UpdateRule`, an optimizer of Keras or its name, or one with noise of
-            this package.
-        given: What the model was made with.
-
-    Raises:
-        UnsupportedRunError: The optimizer says something else than the model, or would add noise a
-            second time.
-        ValueError: None of the two says how long a gradient may be.
+        optimizer: `UpdateRule`, optimizer of Keras or its name, or one with noise of this package.
+        given: Arguments that the model was made with.
     """
     if hasattr(optimizer, "for_model"):  # one with noise of this package
         rule, told = optimizer.for_model()

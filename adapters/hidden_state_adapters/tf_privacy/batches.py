@@ -52,16 +52,12 @@ def multiple_of_sizes(*, is_compiled: bool, expected: int) -> int:
 
     XLA compiles every size anew, so that random sizes, which spread by the root of their mean, are
     filled up to a few: more than 7 are rare, and half a spread of rows is in vain.
-
-    Args:
-        is_compiled: Whether XLA compiles the step, and sizes are random.
-        expected: Rows of a batch, on average.
     """
     return math.ceil(math.sqrt(expected)) if is_compiled else 1
 
 
 def filled(rows: Any, multiple: int) -> Any:
-    """Returns how many rows a batch is filled up to, as a tensor if `rows` is one; see above.
+    """Returns the number of rows that a batch is filled up to, a tensor if `rows` is one.
 
     A batch has at least `FEWEST_ROWS` on the device: not every operation takes none, and TensorFlow
     cannot vectorize every one over a single row.

@@ -17,15 +17,7 @@ from hidden_state_adapters.tf_privacy.step import Update, check_variables
 
 
 def blocks_of(given: Any, trained: Sequence[Any] = ()) -> Blocks:
-    """The blocks of a list of lists, of one list of variables, or of a function that returns one.
-
-    Args:
-        given: The blocks; None for one of all that is trained.
-        trained: The variables whose places may stand for them.
-
-    Raises:
-        UnsupportedRunError: It is neither.
-    """
+    """Returns the blocks of lists of variables or their places, of one list, or a function."""
     items = given() if callable(given) else given
     if items is None:
         items = list(trained)
@@ -46,22 +38,14 @@ def blocks_of(given: Any, trained: Sequence[Any] = ()) -> Blocks:
 
 
 def places_of(blocks: Blocks, trained: Sequence[Any]) -> list[list[int]]:
-    """The places of the variables of blocks among those that are trained, which they all are.
-
-    Raises:
-        UnsupportedRunError: They are others, or not each of them once.
-    """
+    """Returns the places of the variables of blocks among those that are trained."""
     check_blocks(blocks, trained)
     places = {variable.ref(): place for place, variable in enumerate(trained)}
     return [[places[variable.ref()] for variable in block] for block in blocks]
 
 
 def check_blocks(blocks: Blocks, trained: Sequence[Any]) -> None:
-    """Refuses blocks that are not, each of them once, the variables that are trained.
-
-    Raises:
-        UnsupportedRunError: The text says which.
-    """
+    """Raises UnsupportedRunError unless each trained variable is in one of the blocks, once."""
     others = [item for block in blocks for item in block if not isinstance(item, tf.Variable)]
     if others:
         raise UnsupportedRunError(
@@ -170,7 +154,7 @@ class BlockCoordinateUpdate(UpdateRule):
         )
 
     def with_places(self, model: Any) -> BlockCoordinateUpdate:
-        """With the places of the variables of each block."""
+        """Returns one with the places of the variables of each block."""
         if self.blocks is None:
             return self
         trained = keras_api.trained(model)

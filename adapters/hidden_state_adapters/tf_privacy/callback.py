@@ -78,7 +78,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         gradient_bound: For the Dice optimizers, a bound on the norm of every per-example gradient
             before clipping that holds for ALL examples that could have been in the data. The run is
             checked against it. inf if none is known.
-        loss_geometry: What is known about the per-example loss (of DP-MBCD as a function of the one
+        loss_geometry: Geometry of the per-example loss (of DP-MBCD as a function of the one
             block), before clipping, for ALL examples that could have been in the data. None is
             composition, unless the optimizer was told.
 
@@ -121,6 +121,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         self._others: set[str] = set()  # callbacks that Keras did not write
         self._calls = 0  # of fit
         self._optimizer: Any = None
+        self._steps: Any = None  # `NotedSteps`
         self._is_within_fit = self._is_checked = False
 
     def with_others(self, *callbacks: Any) -> list[Any]:
@@ -140,7 +141,9 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
             metrics_stay_private=self._metrics_stay_private,
         )
         self._others |= foreign_among(callbacks)
-        return together
+        # Passes of others, such as an evaluation before the first epoch, are none of fit.
+        last = tf.keras.callbacks.LambdaCallback(on_train_begin=lambda logs: self._count_passes())
+        return [*together, last]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins a call of fit; what it trains on shows when the first epoch begins."""
@@ -148,8 +151,11 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         refuse_in_budget("private run of Keras")
         if self._is_within_fit:
             self._end_interrupted()
-        self._passes = {data: data.passes for data in CyclicDataset.alive}
+        self._count_passes()
         self._is_within_fit, self._is_checked = True, False
+
+    def _count_passes(self) -> None:
+        self._passes = {data: data.passes for data in CyclicDataset.alive}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the record or goes on, once Keras has asked the data for batches."""
@@ -200,11 +206,10 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         size = self._batch_size // each
         records = range(self._dataset_size // self._batch_size * size)
         plan = EqualPlan(records, size, BatchOrder.CYCLIC)
+        self._steps = optimizer.begin_run(keras_api.trained(self.model), plan, each)
         return RecordedRun(
             self.model,
-            optimizer.begin_run(keras_api.trained(self.model), plan, each),
-            batch_size=size,
-            examples=len(records),
+            self._steps,
             relation=self._relation,
             declared=declared,
             files_stay_private=self._checkpoints_stay_private,
@@ -228,9 +233,9 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Records the step, and keeps a copy of what the last one of an epoch leaves."""
         assert self._record is not None
-        self._record.add(batch)
+        self._record.add(self._steps.last_step, batch)
         if self._record.next_batch == 0 or batch + 1 == self.params.get("steps"):
-            self._record.optimizer.iterate.look()
+            self._steps.look()
         if self.releases[1]:
             self._record.release()
 
@@ -282,12 +287,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
 def _sizes(
     data: CyclicDataset | None, batch_size: int | None, dataset_size: int | None
 ) -> tuple[int, int]:
-    """Returns batch size and number of examples, which the data may say.
-
-    Raises:
-        UnsupportedRunError: The data say something else.
-        TypeError, ValueError: Nobody says them, or they are impossible.
-    """
+    """Returns batch size and number of examples, which the data may say."""
     if data is None:
         batch = validate.integer("batch_size", batch_size, minimum=1)
         return batch, validate.integer(
@@ -295,13 +295,12 @@ def _sizes(
         )
     if not isinstance(data, CyclicDataset):
         raise TypeError(f"Expected a dataset of cyclic_dataset as data, got {data!r:.80}.")
-    held = data.batches
     for name, own, known in (
-        ("batch_size", batch_size, (held.batch_size,)),
-        ("dataset_size", dataset_size, (held.given, held.used)),
+        ("batch_size", batch_size, (data.batch_size,)),
+        ("dataset_size", dataset_size, (data.given, data.used)),
     ):
         if own is not None and own not in known:
             raise UnsupportedRunError(
                 f"Expected {name} = {known[-1]} of the data, got {own}. Leave it out."
             )
-    return held.batch_size, held.used
+    return data.batch_size, data.used

@@ -26,34 +26,22 @@ _WINDOWS, _LARGEST_SHIFT = 16, 64  # examples that are compared with the next on
 # Batches of somebody else's fit
 
 
-@attrs.frozen
-class CyclicBatches:
-    """Sizes of a dataset of `cyclic_dataset`.
-
-    Attributes:
-        given: Number of examples that were given.
-        used: Number of examples in the batches.
-        batch_size: b, the same for every batch.
-    """
-
-    given: int
-    used: int
-    batch_size: int
-
-
 class CyclicDataset(tf.data.Dataset):  # type: ignore[misc]
     """Equal batches in the same order in every pass.
 
     Attributes:
-        batches: What they hold.
-        passes: Number of times that somebody asked for them.
+        given: Number of examples that were given.
+        used: Number of examples in the batches.
+        batch_size: Size b of every batch.
+        passes: Number of times that somebody asked for the batches.
         alive: All such datasets of the process.
     """
 
     alive: ClassVar[weakref.WeakSet[CyclicDataset]] = weakref.WeakSet()
 
-    def __init__(self, dataset: Any, batches: CyclicBatches):
-        self._dataset, self.batches, self.passes = dataset, batches, 0
+    def __init__(self, dataset: Any, given: int, used: int, batch_size: int):
+        self.given, self.used, self.batch_size = given, used, batch_size
+        self._dataset, self.passes = dataset, 0
         super().__init__(dataset._variant_tensor)
         self.alive.add(self)
 
@@ -139,7 +127,7 @@ def cyclic_dataset(
         .prefetch(2)
         .with_options(options)
     )
-    return CyclicDataset(dataset, CyclicBatches(given, used, batch_size))
+    return CyclicDataset(dataset, given, used, batch_size)
 
 
 # What is read into memory once
@@ -174,19 +162,9 @@ def check_batched(source: Any, batch_size: Any) -> None:
 
 
 def _read(source: Any, y: Any, steps: int | None) -> tuple[tuple[Any, ...], int | None]:
-    """Returns what a Dataset, a Sequence or a generator holds, and the rows of its first batch.
+    """Returns the examples of a Dataset, Sequence or generator, and the rows of its first batch.
 
     Which examples share a batch, and their order in later passes, is for the run to say.
-
-    Args:
-        source: Dataset of examples or batches, or a Sequence or generator of batches: examples,
-            targets and weights, of which the last may be missing.
-        y: None.
-        steps: Batches of a generator.
-
-    Raises:
-        TypeError: There are targets beside it.
-        UnsupportedRunError: It is infinite or empty, or holds something else.
     """
     kind = type(source).__name__
     if y is not None:
@@ -251,18 +229,14 @@ def _number_of_examples(arrays: Any) -> int:
 
 
 def _check_each_once(arrays: Any, *, is_read: bool) -> None:
-    """Refuses examples that are there twice, as far as they show it.
+    """Raises UnsupportedRunError if examples show that they are there twice, or overlap.
 
     Nothing is wrong with equal examples if they belong to different persons, which nobody can see
     here; of arrays they give a warning.
 
     Args:
-        arrays: Examples, then targets: structures of arrays whose first axis is that of the
-            examples; what is no array (a sparse matrix) is not looked at.
-        is_read: Whether a pipeline or a generator gave the examples, which may repeat them.
-
-    Raises:
-        UnsupportedRunError: Examples that were read are equal, or examples overlap.
+        arrays: Examples, then targets; what is no array (a sparse matrix) is not looked at.
+        is_read: True if a pipeline or a generator gave the examples, which may repeat them.
     """
     given = [part for part in tf.nest.flatten(arrays) if part is not None]
     if not all(isinstance(part, np.ndarray | tf.Tensor) for part in given):
@@ -324,26 +298,14 @@ class GivenWeights:
 
     @property
     def largest(self) -> float | None:
-        """Bound on the weight of every example that could be in the data; None if unknown.
-
-        Raises:
-            TypeError, ValueError: The weights of the classes are none.
-        """
+        """Bound on the weight of every example that could be in the data; None if unknown."""
         if self.of_examples is not None and self.bound is None:
             return None
         classes = 1.0 if self.of_classes is None else max(self._classes().values())
         return classes if self.of_examples is None else classes * float(self.bound or 0)
 
     def of(self, targets: Any, number: int) -> tf.Tensor | None:
-        """Returns the weight of every example, float64, shape (examples,); None if there are none.
-
-        Args:
-            targets: Targets of all examples.
-            number: Number of the examples.
-
-        Raises:
-            TypeError, ValueError: They are no weights, or not one for each example.
-        """
+        """Returns the weight of every example, float64, shape (examples,), or None."""
         if self.of_classes is None and self.of_examples is None:
             return None
         weights = np.ones(number)
@@ -408,23 +370,12 @@ class GivenWeights:
 class HeldExamples:
     """A copy of the examples and their targets, which nobody else can write.
 
-    Floating point numbers have the precision of Keras, as `Model.fit` converts them.
+    Floating point numbers have the precision of Keras, as `Model.fit` converts them. A Dataset, a
+    Sequence or a generator is read once.
 
     Attributes:
         given: Weights that fit was told, or that came with the examples.
         batch_size: Batch size that a pipeline says, or None.
-
-    Args:
-        x: Array, or structure of arrays, whose first axis is that of the examples; or a Dataset of
-            pairs, single or in batches, a Sequence of Keras or a generator of batches, each of
-            which is read once. Triples have a weight of every example beside.
-        y: Targets, likewise; None if x is a Dataset.
-        weights: Weights of classes and examples.
-        steps: Batches of a generator.
-
-    Raises:
-        UnsupportedRunError: They are not arrays, or the Dataset is infinite.
-        ValueError: They have not the same number of examples, or none.
     """
 
     def __init__(
@@ -459,12 +410,7 @@ class HeldExamples:
         self._inputs, self._targets = self.x, self.y
 
     def hold(self, inputs: Any, targets: Any) -> None:
-        """Takes what a step reads in the place of examples and targets, which are let go.
-
-        Args:
-            inputs: Structure of tensors that is read of all examples.
-            targets: Targets as the loss of the step wants them.
-        """
+        """Takes the inputs and targets of a step in the place of the examples, which are let go."""
         self.x, self._inputs, self._targets = None, inputs, targets
 
     def check_each_once(self) -> None:
@@ -474,11 +420,7 @@ class HeldExamples:
     def check_same(
         self, x: Any, y: Any, weights: GivenWeights, steps: int | None = None
     ) -> GivenWeights:
-        """Returns the weights of these examples, as `given`.
-
-        Raises:
-            UnsupportedRunError: They are not the examples of the run, in their order.
-        """
+        """Returns the weights of the same examples; UnsupportedRunError if they are others."""
         if self._is_read and x is self._source and y is None and weights.of_examples is None:
             return self.given  # of which this is a copy
         found = HeldExamples(x, y, weights, steps)
@@ -496,11 +438,7 @@ class HeldExamples:
         return found
 
     def taken(self, indices: tf.Tensor) -> tuple[Any, ...]:
-        """Returns what a step reads of these examples: inputs, targets, and weights if any.
-
-        Args:
-            indices: Indices of the examples, shape (rows,).
-        """
+        """Returns the inputs and targets of a step on these examples, and weights if any."""
         kept = [self._inputs, self._targets]
         if self.weights is not None:
             kept.append(self.weights)

@@ -31,16 +31,12 @@ _SHORTEST = 1e-30
 
 
 def clip_factor(norm: tf.Tensor, bound: float, dtype: Any, *, automatic: bool) -> tf.Tensor:
-    r"""Returns what a vector is multiplied with, in float64.
+    r"""Returns the factor of a vector of this length, in float64.
 
     .. math:: \min(1, C/|v|), \qquad \text{automatic: } C/|v|, \text{ and 0 at 0}
 
-    Args:
-        norm: Length of the vector, float64.
-        bound: Clip norm C.
-        dtype: Precision of the vector. An automatic clip takes a vector for 0 whose coordinates may
-            have lost theirs. The result is never longer than C.
-        automatic: Whether to normalise.
+    An automatic clip takes a vector for 0 whose coordinates may have lost their precision `dtype`.
+    The result is never longer than C.
     """
     # ZBWH24, Section 2.1 and Appendix C.4, arXiv 2311.14632
     length = tf.constant(bound, tf.float64)
@@ -69,7 +65,7 @@ class DiceRule(PlainSGD):
         inner: Rule that moves the variables.
         variables: Variables that are trained.
         error_clip: Clip norm C_2 of the error.
-        automatic: Whether both clips normalise.
+        automatic: True if both clips normalise.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
     """
@@ -84,6 +80,7 @@ class DiceRule(PlainSGD):
                 tf.Variable(tf.zeros(v.shape, v.dtype.base_dtype), trainable=False)
                 for v in variables
             ]
+        self._next: list[Any] = []
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
@@ -101,26 +98,21 @@ class DiceRule(PlainSGD):
         return [factors, 1 - factors]
 
     def direction(self, noisy: list[Any], rests: Sequence[Any], divisor: Any) -> tuple[Any, Any]:
-        """Returns the noisy mean and the clipped error; the error's norm, and the next error."""
+        """Returns the noisy mean and the clipped error, and keeps the next error for `move`."""
         errors = [error.read_value() for error in self._errors]
         norm = joint_norm(errors)
         factor = clip_factor(norm, self._clip, errors[0].dtype, automatic=self._automatic)
         # ZBWH24, Algorithm 2, lines 5 to 7, arXiv 2311.14632:
         # e <- [e - clip(e, C2)] + (1/B) sum_i [g_i - clip(g_i, C1)]
         left, added = _scaled(errors, 1 - factor), _scaled(rests[0], 1 / divisor)
-        return _added(noisy, _scaled(errors, factor)), (norm, _added(left, added))
+        self._next = _added(left, added)
+        return _added(noisy, _scaled(errors, factor)), tf.math.is_finite(norm)
 
-    def is_finite(self, along: tuple[Any, Any]) -> tf.Tensor:
-        """Returns whether the error is finite."""
-        return tf.math.is_finite(along[1][0])
-
-    def move(
-        self, variables: Sequence[Any], along: tuple[Any, Any], rate: Any, fine: tf.Tensor
-    ) -> None:
+    def move(self, variables: Sequence[Any], along: Sequence[Any], rate: Any) -> None:
         """Moves the variables by the inner rule, and the error."""
-        self._inner.move(variables, along, rate, fine)
-        for variable, error in zip(self._errors, along[1][1], strict=True):
-            variable.assign(tf.where(fine, error, variable.read_value()))
+        self._inner.move(variables, along, rate)
+        for variable, error in zip(self._errors, self._next, strict=True):
+            variable.assign(error)
 
     # How it goes on elsewhere
 
@@ -182,7 +174,7 @@ class DiceUpdate(UpdateRule):
       - What the model checks of every step, and that the error is finite.
 
     Args:
-        optimizer: Any of Keras, or its name. It may have no noise of its own.
+        optimizer: Optimizer of Keras, or its name. It may have no noise of its own.
         error_l2_norm_clip: C_2 > 0, in units of the MEAN update; None is C_1, as the paper
             recommends. Without a bound on the gradients choose it far smaller.
         automatic: Normalise instead of clip: C v/|v|, and 0 at 0.
@@ -221,13 +213,7 @@ class DiceUpdate(UpdateRule):
     def of_optimizer(
         cls, optimizer: Any, *, expected_batch_size: int | None, **arguments: Any
     ) -> DiceUpdate:
-        """Returns the rule of a drop-in optimizer.
-
-        Args:
-            optimizer: Optimizer of Keras, without noise.
-            expected_batch_size: Divisor that the run has to have; None for any.
-            **arguments: Arguments of the class.
-        """
+        """Returns the rule of a drop-in optimizer, whose divisor the run has to have, or None."""
         rule = cls(optimizer, **arguments)
         rule.divisor = expected_batch_size
         return rule

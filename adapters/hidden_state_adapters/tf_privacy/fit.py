@@ -18,20 +18,9 @@ class Fit:
     """The loop of a call of fit.
 
     Attributes:
-        releases: Whether an iterate is seen after every epoch, and after every step.
-        chooses: Whether validation data choose the number of epochs, or one of them.
+        releases: True if an iterate is seen after every epoch, and after every step.
+        chooses: True if validation data choose the number of epochs, or one of them.
         foreign: Names of the callbacks that Keras did not write.
-
-    Args:
-        run: Private run of the model.
-        model: Compiled model.
-        callbacks: The user's.
-        pace: How many steps are made between two looks; None for as many as take a moment, where
-            no callback waits for every batch.
-        has_validation: Whether fit has validation data.
-
-    Raises:
-        UnsupportedRunError: One of them chooses by the data, restores weights or shows metrics.
     """
 
     def __init__(
@@ -63,20 +52,13 @@ class Fit:
     def train(
         self, first: int, last: int, verbose: int, validation: Callable[[int, Any], dict[str, Any]]
     ) -> Any:
-        """Trains the epochs from `first` to before `last`.
+        """Trains the epochs from `first` to before `last`, and returns Keras' History.
 
         Args:
             first: Number of the first epoch.
             last: Number after that of the last epoch.
             verbose: Mode of the progress bar, a number.
-            validation: Function of an epoch and the list of all callbacks that gives the metrics of
-                the validation.
-
-        Returns:
-            Keras' History.
-
-        Raises:
-            UnsupportedRunError: A step was refused, or something stopped the run.
+            validation: Function of an epoch and all callbacks that validates, and gives metrics.
         """
         model = self._model
         told = tf.keras.callbacks.CallbackList(
@@ -111,7 +93,8 @@ class Fit:
                 run.record.release()
             total += sums
             shown = {name: _plain(value) for name, value in model.get_metrics_result().items()}
-            logs = {"loss": mean_loss(total), **_without_loss(shown)}
+            # Keras' own mean loss is that of evaluate.
+            logs = {"loss": 0.0, **shown} | {"loss": mean_loss(total)}
             told.on_train_batch_end(done - 1, logs)
             if model.stop_training:
                 break
@@ -125,7 +108,8 @@ class Fit:
         stopped = any(callback.stopped_epoch for callback in self._stopping)
         moved = not steps.is_iterate(keras_api.trained(self._model))
         if self._stopping and moved and self._fingerprint() in self._released:
-            steps.goes_back()  # restore_best_weights, which Keras 3 does without stopping, too
+            # restore_best_weights, which Keras 3 does without stopping, too
+            steps.stands_at(steps.last_step)
             stopped = True
         if self.chooses:
             run.record.has_stopped(early=stopped)
@@ -134,15 +118,10 @@ class Fit:
         if getattr(self._model.optimizer, "use_ema", False):
             # As in Keras: the average of the iterates, which all count, takes their place.
             self._model.optimizer.finalize_variable_values(self._model.trainable_variables)
-            steps.goes_back()
+            steps.stands_at(steps.last_step)
 
     def _fingerprint(self) -> str:
         return fingerprint(keras_api.trained(self._model))
-
-
-def _without_loss(shown: dict[str, Any]) -> dict[str, Any]:
-    """Returns what is shown of metrics; Keras' mean of the loss is that of evaluate."""
-    return {name: value for name, value in shown.items() if name != "loss"}
 
 
 def _plain(value: Any) -> Any:

@@ -80,12 +80,8 @@ def of_rows(
 ) -> ExampleGradients:
     """Returns those of gradients that are all there, each with an axis of examples first.
 
-    Args:
-        gradients: Gradients by every variable.
-        losses: Losses of the examples.
-        outputs: Outputs of the model, if they are known.
-        has_padding: Whether rows with a factor of 0 are left out though they are not finite; XLA
-            writes all rows anew for it.
+    Only with `has_padding` rows with a factor of 0 are left out though they are not finite; XLA
+    writes all rows anew for it.
     """
     lengths = [squared_lengths(gradient) for gradient in gradients]
     squares = tf.add_n(lengths)
@@ -110,11 +106,7 @@ def times(found: ExampleGradients, weights: tf.Tensor) -> ExampleGradients:
 
 
 def for_each_row(of_row: Callable[[Any], Any], rows: Any) -> Any:
-    """Returns what a function gives for every row alone, by TensorFlow's `vectorized_map`.
-
-    Raises:
-        UnsupportedRunError: Operations in it cannot be vectorized.
-    """
+    """Returns what a function gives for every row alone, by TensorFlow's `vectorized_map`."""
     try:
         return tf.vectorized_map(of_row, rows)
     except (TypeError, ValueError) as error:
@@ -143,13 +135,9 @@ def check_loss(
     Args:
         loss: Loss of a batch.
         num_microbatches: Number that was declared.
-        may_be_empty: Whether a batch may have no rows.
-        may_have_axes: Whether a row may have several entries, of which TensorFlow Privacy takes
+        may_be_empty: True if a batch may have no rows.
+        may_have_axes: True if a row may have several entries, of which TensorFlow Privacy takes
             the mean: its rows are known not to depend on each other.
-
-    Raises:
-        UnsupportedRunError: It is reduced already, has no rows, is of low precision, or has
-            another number of rows than `num_microbatches`.
     """
     loss = tf.convert_to_tensor(loss)
     if loss.dtype not in _PRECISIONS:
@@ -194,13 +182,7 @@ def _may_be_broadcast(shape: tf.TensorShape) -> bool:
 
 
 class RowByRow:
-    """Gradients of every example alone, for any model, each computed from a batch of one.
-
-    Args:
-        model: Keras model that is built.
-        losses: Losses of the model.
-        variables: Variables that the gradients are of.
-    """
+    """Gradients of every example alone, for any model, each computed from a batch of one."""
 
     name = "row by row"
     training = True  # the mode of the model
@@ -228,14 +210,7 @@ class RowByRow:
 
 
 class ThroughLinearLayers:
-    """Gradients of models whose trained variables are kernels and biases of `Dense` layers.
-
-    Args:
-        model: Keras model that is built, and takes every example by itself.
-        losses: Losses of the model.
-        layers: The layers, each called once with features of shape (rows, entries).
-        variables: Their variables that the gradients are of.
-    """
+    """Gradients of models whose trained variables are kernels and biases of `Dense` layers."""
 
     name = "from the linear layers"
 
@@ -247,14 +222,7 @@ class ThroughLinearLayers:
     def of(
         cls, model: Any, losses: Any, variables: Sequence[Any], examples: Any
     ) -> ThroughLinearLayers | None:
-        """Returns it if the structure of the model tells that it gives the gradients, else None.
-
-        Args:
-            model: Keras model that is built.
-            losses: Losses of the model.
-            variables: Variables that the gradients are of.
-            examples: Some examples, at least one.
-        """
+        """Returns it if the structure of the model tells that it gives the gradients, else None."""
         if not takes_examples_alone(model, examples):
             return None
         wanted = {v.ref() for v in variables}
@@ -369,14 +337,7 @@ def of_products(
     losses: tf.Tensor,
     variables: Sequence[Any],
 ) -> ExampleGradients:
-    """Returns those of layers whose gradient of one example is a product of features and slopes.
-
-    Args:
-        products: Products, one for each layer.
-        outputs: Outputs of the model.
-        losses: Losses of the examples.
-        variables: Kernels and biases that the gradients are of.
-    """
+    """Returns those of layers whose gradient of one example is a product of features and slopes."""
     wanted = {variable.ref() for variable in variables}
 
     def parts(layer: Any) -> tuple[float, float]:
@@ -449,9 +410,6 @@ def _refuse_broken_products(model: Any) -> None:
     more, one factor of which is the same for a part of the axes, may be made of whatever lies in
     memory behind this factor, the rows of other examples among it, and writes there as well
     (tensorflow#117700). Keras makes such ones of attention in a batch of one.
-
-    Raises:
-        UnsupportedRunError: There is such a layer.
     """
     release = tuple(int(part) for part in tf.__version__.split(".")[:2])
     if not _FINE < release < _MENDED or not _pywrap_util_port.IsMklEnabled():

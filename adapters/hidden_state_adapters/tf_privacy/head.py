@@ -25,7 +25,7 @@ from hidden_state_adapters.tf_privacy.gradients import (
     at_least,
     of_products,
 )
-from hidden_state_adapters.tf_privacy.head_losses import (
+from hidden_state_adapters.tf_privacy.losses import (
     DECLARE,
     LEAVE_OUT,
     Evaluate,
@@ -62,17 +62,7 @@ _ACTIVATIONS = {
 
 
 class Head:
-    """A `Dense` layer that is all there is to train in a model, and the last thing in it.
-
-    Attributes:
-        layer: The layer.
-
-    Args:
-        model: A Keras model or layer that is built.
-
-    Raises:
-        UnsupportedRunError: Something else is trained.
-    """
+    """A `Dense` layer that is all there is to train in a model, and the last thing in it."""
 
     def __init__(self, model: Any):
         trained = {variable.ref() for variable in keras_api.trained(model)}
@@ -93,7 +83,7 @@ class Head:
 
     @property
     def has_bias(self) -> bool:
-        """Whether a bias is trained as well."""
+        """True if a bias is trained as well."""
         return bool(self.layer.use_bias)
 
     @property
@@ -110,10 +100,7 @@ class Head:
     # Features
 
     def features(self, x: Any) -> tf.Tensor:
-        """Returns what the layer gets of every example, shape (examples, entries).
-
-        Args:
-            x: Structure of tensors of all examples.
+        """Returns the features of every example at the layer, shape (examples, entries).
 
         Raises:
             UnsupportedRunError: They are no fixed map of each example alone, or the model ends with
@@ -143,9 +130,6 @@ class Head:
         Batches that are drawn at random have nothing in common with those of before: an example
         that changes the features of its neighbours has other neighbours. Some have much longer
         ones than the data hold: a guard against long examples acts on none of these.
-
-        Raises:
-            UnsupportedRunError: Features of an example differ.
         """
         number = len(features)
         count = max(2, -(-number // _BLOCK))  # batches of one example, where there are two
@@ -200,24 +184,37 @@ class Head:
 
 @attrs.frozen(eq=False)
 class HeadRun:
-    """Inputs of the steps of a head run.
+    """Gradients of a head, from features and the slopes of the loss.
 
     Attributes:
         head: Layer that is trained.
         features: Features of all examples, shape (examples, entries).
         targets: Targets of all examples, as `evaluate` wants them.
         evaluate: Function that gives losses and their slopes by the linear predictions.
+        variables: Variables that the gradients are of.
     """
 
     head: Head
     features: tf.Tensor
     targets: Any
     evaluate: Evaluate
+    variables: Sequence[Any] = ()
 
     @property
     def inputs(self) -> tuple[tf.Tensor, tf.Tensor]:
         """Features and their squared lengths, which a step reads beside the targets."""
         return self.features, at_least(self.features)
+
+    def gradients(self, inputs: tuple[Any, Any], targets: Any) -> ExampleGradients:
+        """Returns those of a batch of `inputs`."""
+        layer, (features, lengths) = self.head.layer, inputs
+        linear = tf.matmul(features, keras_api.tensor_of(layer.kernel))
+        if layer.use_bias:
+            linear = tf.nn.bias_add(linear, keras_api.tensor_of(layer.bias))
+        losses, slopes = self.evaluate(targets, linear)
+        outputs = linear if layer.activation is None else layer.activation(linear)
+        product = Product(layer, features, lengths, slopes)
+        return of_products([product], outputs, losses, self.variables)
 
 
 @attrs.frozen
@@ -226,8 +223,8 @@ class Known:
 
     Attributes:
         declared: Declarations that the run is accounted with.
-        head: What its steps read, if a bound on the features was given.
-        checked: What was checked.
+        head: Inputs of its steps, if a bound on the features was given.
+        checked: Assumptions that were checked.
         why_not: Reason why the loss is not known, in words; "" if it is, or was declared.
     """
 
@@ -242,16 +239,7 @@ def look_at(
 ) -> Known:
     """Makes the features of a head run, and reads off what is known of its loss.
 
-    Args:
-        model: Keras model or layer that is built.
-        losses: Loss of the user.
-        x: All examples.
-        y: Their targets.
-        declared: Declarations of the user.
-        is_of_use: Whether a geometry that is not asked for would be of use: of plain SGD.
-
-    Raises:
-        UnsupportedRunError: The model has no head, or what is said of it does not hold.
+    `is_of_use` says whether a geometry that is not asked for would be of use: of plain SGD.
     """
     given, norm, keras_loss = declared.of_loss, declared.feature_norm, losses.keras_loss
     is_of_use &= given is None and math.isinf(declared.gradient_bound)
@@ -324,11 +312,7 @@ def _check_without_norm(given: LossGeometry, keras_loss: Any, model: Any, x: Any
 
 
 def check_norms(features: tf.Tensor, feature_norm: float) -> None:
-    """Refuses features that are longer than their bound.
-
-    Raises:
-        UnsupportedRunError: The text names the example.
-    """
+    """Raises UnsupportedRunError, which names the example, for features longer than their bound."""
     norms = np.linalg.norm(features.numpy().astype(np.float64), axis=1)
     warn_of_longest(norms, feature_norm)
     worst = int(np.argmax(np.where(np.isnan(norms), np.inf, norms)))
@@ -344,18 +328,9 @@ def check_norms(features: tf.Tensor, feature_norm: float) -> None:
 def check_smoothness(
     declared: LossGeometry, keras_loss: Any, head: Head, features: tf.Tensor
 ) -> None:
-    """Refuses a declared smoothness that the squared error of the data exceeds.
+    """Raises UnsupportedRunError if the squared error of the data exceeds a declared smoothness.
 
     No gradient shows it: the squared error has no Lipschitz constant that steps are compared with.
-
-    Args:
-        declared: Geometry that the user declares.
-        keras_loss: Loss of the run.
-        head: Layer that is trained.
-        features: Features of all examples.
-
-    Raises:
-        UnsupportedRunError: The curvature at an example is larger than declared.
     """
     if not is_squared_error(keras_loss) or head.activation != "linear" or declared.exponent != 1:
         return
@@ -368,32 +343,6 @@ def check_smoothness(
             "Keras' loss has no factor 1/2: LossGeometry.squared_error(feature_norm, scale=2), or "
             "better no loss_geometry, but feature_norm=."
         )
-
-
-class OfHead:
-    """Gradients of a head, from features and the slopes of the loss.
-
-    Args:
-        run: Inputs of its steps.
-        variables: Variables that the gradients are of.
-    """
-
-    name = "of the head, in closed form"
-
-    def __init__(self, run: HeadRun, variables: Sequence[Any]):
-        self._layer, self._evaluate = run.head.layer, run.evaluate
-        self._variables = list(variables)
-
-    def gradients(self, inputs: tuple[Any, Any], targets: Any) -> ExampleGradients:
-        """Returns those of a batch of `HeadRun.inputs`."""
-        layer, (features, lengths) = self._layer, inputs
-        linear = tf.matmul(features, keras_api.tensor_of(layer.kernel))
-        if layer.use_bias:
-            linear = tf.nn.bias_add(linear, keras_api.tensor_of(layer.bias))
-        losses, slopes = self._evaluate(targets, linear)
-        outputs = linear if layer.activation is None else layer.activation(linear)
-        product = Product(layer, features, lengths, slopes)
-        return of_products([product], outputs, losses, self._variables)
 
 
 def _lengthened(part: tf.Tensor, own: int) -> tf.Tensor:

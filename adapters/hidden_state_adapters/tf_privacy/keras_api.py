@@ -164,12 +164,7 @@ def is_built(model: Any) -> bool:
 
 
 def build(model: Any, x: Any) -> None:
-    """Lets a model that is not built yet create its variables, as its first step would.
-
-    Args:
-        model: A Keras model or layer.
-        x: Arrays of examples, or a Dataset of batches.
-    """
+    """Lets a model that is not built yet create its variables, as its first step would."""
     if is_built(model):
         return
     if isinstance(x, tf.data.Dataset):
@@ -195,12 +190,7 @@ def as_given(model: Any) -> tuple[Any, Any]:
 
 
 def config_of(model: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Returns the configuration of a model, with its graph, which Keras 3 leaves out.
-
-    Args:
-        model: Model of inputs and outputs, or another one.
-        config: What Keras says.
-    """
+    """Returns the configuration of a model, with its graph, which Keras 3 leaves out."""
     if not IS_KERAS_3 or not isinstance(model, Functional):
         return config
     return {**Functional(*as_given(model), name=model.name).get_config(), **config}

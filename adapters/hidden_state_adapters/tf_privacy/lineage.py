@@ -24,10 +24,11 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.settings import Declared
 
 _BEHIND = "_hidden_state_runs"  # attribute of variables and layers
 _NOT_RECORDED = "nobody recorded its steps, as HiddenStateCallback does."
+# The last ones are what functions that write an .h5 or a SavedModel ask a model for.
+_WRITES = ("save", "save_weights", "export", "get_config", "_trackable_children")
 _newest: dict[str, Lineage] = {}  # by the names of runs: who goes on with each in this process
 _read: dict[str, tuple[PastRun, ...]] = {}  # runs behind weights of files, by their fingerprints
 
@@ -62,11 +63,7 @@ class PastRun:
         return run_of(self.state)
 
     def counted(self) -> PastRun:
-        """Returns the run as this process knows it, with the weights counted as released.
-
-        Raises:
-            UnsupportedRunError: What the weights show is not known.
-        """
+        """Returns the run as this process knows it, with the weights counted as released."""
         newest = _newest.get(self.run_id)
         known = self if newest is None or newest.run is None else newest.snapshot()
         why = known.refused or self.refused
@@ -144,20 +141,14 @@ class Lineage:
 
     @property
     def is_newest(self) -> bool:
-        """Whether nobody else in this process goes on with the run."""
+        """True if nobody else in this process goes on with the run."""
         return _newest.get(self.run_id, self) is self
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
     def hang_on(
         self, variables: Sequence[Any], model: Any = None, *, resumed: bool = False
     ) -> None:
-        """Lets variables that are going to be trained, and layers that own some, refer to the run.
-
-        Args:
-            variables: Variables, before they move.
-            model: Model or layer that has them; None if it is not known.
-            resumed: Whether earlier steps of the run have moved them.
-        """
+        """Lets variables that are to be trained, and layers that own some, refer to the run."""
         new = [variable for variable in variables if _held(variable) is not self]
         if not new:
             return
@@ -176,8 +167,8 @@ class Lineage:
 
     @property
     def is_over(self) -> bool:
-        """Whether another private run has trained the variables since."""
-        held = map(_held, self._trainer.variables)
+        """True if another private run has trained the variables since."""
+        held = map(_held, self._trainer.step.variables)
         return any(one is not self and one._trainer.has_stepped for one in held)
 
     def snapshot(self) -> PastRun:
@@ -205,18 +196,17 @@ class Lineage:
             before = self._before[id(variable)]
             if before is not None and np.array_equal(before, variable.numpy()):
                 return self.earlier
-            if not past.refused and not self._trainer.has_left(variable):
+            if not past.refused and not self._has_left(variable):
                 why = "something else has changed the weights since."
                 past = attrs.evolve(past, refused=why)
         return (*self.earlier, past)
 
-    def check_newest(self, state: RunState, discard_later_steps: bool) -> None:
-        """Raises UnsupportedRunError if steps after a state would be forgotten.
+    def _has_left(self, variable: Any) -> bool:
+        return bool(self._trainer.step.has_left(self._trainer.left, variable))
 
-        Args:
-            state: State that the run goes on from.
-            discard_later_steps: Whether nothing of the steps after it was ever seen.
-        """
+    def check_newest(self, continued: Continued) -> None:
+        """Raises UnsupportedRunError if steps after a state would be forgotten."""
+        state = continued.state
         other, steps = _newest.get(state.run_id, self), state.num_steps
         if other.released > steps:
             raise UnsupportedRunError(
@@ -224,7 +214,7 @@ class Lineage:
                 f"weights after step {other.released} were released and would be forgotten. Go on "
                 "from there, or later."
             )
-        if other.steps > steps and not discard_later_steps:
+        if other.steps > steps and not continued.discard_later_steps:
             raise UnsupportedRunError(
                 f"Expected the newest state of the run, got that of step {steps}: {other.steps} "
                 "steps were taken. If nothing that the later ones computed was ever seen by "
@@ -266,12 +256,7 @@ def _behind(variables: Iterable[Any], layers: Iterable[Any] = ()) -> tuple[PastR
 
 
 def remember(fingerprints: Iterable[str], runs: tuple[PastRun, ...]) -> None:
-    """Notes the runs behind weights that a file holds, whatever the model is compiled with next.
-
-    Args:
-        fingerprints: Fingerprints of the variables, one each.
-        runs: Runs behind them.
-    """
+    """Notes the runs behind weights that a file holds, whatever the model is compiled with next."""
     for name in fingerprints:
         _read[name] = _each_once((*_read.get(name, ()), *runs))
 
@@ -293,7 +278,7 @@ def _written(write: Callable[..., Any], layer: Any, *args: Any) -> Any:
 
 
 @contextlib.contextmanager
-def told_by_optimizer(model: Any) -> Iterator[None]:
+def _told_by_optimizer(model: Any) -> Iterator[None]:
     """Lets an optimizer with noise that took no step yet tell a file of the runs of its model."""
     optimizer: Any = getattr(model, "optimizer", None)
     if not hasattr(optimizer, "loaded_runs") or optimizer.last_step.steps:
@@ -310,23 +295,14 @@ def told_by_optimizer(model: Any) -> Iterator[None]:
 
 
 def runs_behind(model: Any) -> tuple[PastRun, ...]:
-    """Returns the private runs that the weights of a model come from; they count as released.
-
-    Raises:
-        UnsupportedRunError: What the weights show is not known.
-    """
+    """Returns the private runs that the weights of a model come from; they count as released."""
     found = _behind(keras_api.variables(model), model._flatten_layers())
     loaded = getattr(getattr(model, "optimizer", None), "loaded_runs", ())
     return tuple(past.counted() for past in _each_once((*found, *loaded)))
 
 
 def plain_runs(variables: Iterable[Any], loaded: Iterable[PastRun] = ()) -> list[dict[str, Any]]:
-    """Returns the runs behind weights as plain types, for a file that holds the weights.
-
-    Args:
-        variables: Variables with the weights.
-        loaded: Runs that the file of the weights told of.
-    """
+    """Returns the runs behind weights as plain types, for a file that holds the weights."""
     return [attrs.asdict(past) for past in _each_once((*loaded, *_behind(variables)))]
 
 
@@ -343,18 +319,41 @@ def hang_loaded(model: Any, runs: tuple[PastRun, ...]) -> Any:
     return model
 
 
-def reduced_with_runs(model: Any, reduced: Any) -> tuple[Any, ...]:
-    """Returns what a model is pickled and copied as, with the runs behind its weights."""
-    make, arguments, *_ = reduced
-    return _made_again, (
-        make,
-        arguments,
-        _behind(keras_api.variables(model), model._flatten_layers()),
-    )
-
-
 def _made_again(make: Callable[..., Any], arguments: Any, runs: tuple[PastRun, ...]) -> Any:
     return hang_loaded(make(*arguments), runs)
+
+
+def watch_files(model: Any, note: Callable[[], Callable[[], None] | None]) -> None:
+    """Lets what writes files of a model, or copies it, say so first, whoever calls it.
+
+    So do models inside of it that are trained, and the one that `make_private` was given.
+    """
+
+    def noted(write: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
+        is_checkpoint = write.__name__ == "_trackable_children" and "savedmodel" not in (
+            *args, kwargs.get("save_type")
+        )  # fmt: skip
+        if not is_checkpoint and (say := note()) is not None:
+            say()
+        with _told_by_optimizer(part):
+            return write(part, *args, **kwargs)
+
+    def reduced(write: Callable[..., Any], part: Any, protocol: Any) -> Any:
+        make, arguments, *_ = noted(write, part, protocol)
+        runs = _behind(keras_api.variables(part), part._flatten_layers())
+        return _made_again, (make, arguments, runs)
+
+    def copied(part: Any, memo: Any) -> Any:
+        make, arguments = part.__reduce_ex__(4)
+        return make(*arguments)
+
+    for part in keras_api.models_of(model):
+        own = vars(part)
+        for name in _WRITES:
+            if (write := getattr(type(part), name, None)) is not None:
+                own[name] = functools.partial(noted, write, part)
+        own["__reduce_ex__"] = functools.partial(reduced, type(part).__reduce_ex__, part)
+        own["__deepcopy__"] = functools.partial(copied, part)
 
 
 def fingerprint(variables: Sequence[Any]) -> str:
@@ -367,10 +366,6 @@ def fingerprint(variables: Sequence[Any]) -> str:
 
 
 # A run that goes on elsewhere
-
-
-def _declared(given: Declared | Mapping[str, Any]) -> Declared:
-    return given if isinstance(given, Declared) else Declared.of_plain(given)
 
 
 def past_runs(given: Iterable[Any]) -> tuple[PastRun, ...]:
@@ -395,8 +390,7 @@ class RunState:
         relation: Neighboring relation.
         batch_size: Batch size b, in records.
         examples: Records of an epoch.
-        declared: Declarations of the user about the examples.
-        texts: Other declarations about the steps so far.
+        texts: Declarations about the steps so far.
         num_steps: Number of steps taken.
         iterations: Count of Keras.
         run: `Run.state_dict` of the steps.
@@ -411,7 +405,6 @@ class RunState:
     relation: NeighboringRelation = attrs.field(converter=validate.neighboring_relation)
     batch_size: int
     examples: int
-    declared: Declared = attrs.field(converter=_declared)
     texts: Sequence[str]
     num_steps: int
     iterations: int
@@ -429,23 +422,14 @@ class RunState:
         if run.num_steps != self.num_steps:
             raise ValueError(f"{self.num_steps} steps, but {run.num_steps} are recorded.")
 
-    def check_fits(self, model: Any, optimizer: Any, batch_size: int, examples: int) -> None:
-        """Checks that the run can go on with these.
-
-        Args:
-            model: Model that is built.
-            optimizer: Algorithm.
-            batch_size: Batch size, in records.
-            examples: Records of an epoch.
-
-        Raises:
-            UnsupportedRunError: One of them is another one; the text says which.
-        """
-        given = self.batch_size, self.examples
+    def check_fits(self, model: Any, optimizer: Any, relation: NeighboringRelation) -> None:
+        """Raises UnsupportedRunError if the run cannot go on with a model and an algorithm."""
+        given, plan = (self.batch_size, self.examples), optimizer.plan
         for name, expected, found, remedy in (
             ("optimizer", self.optimizer, optimizer.kind, "Compile with what it was made with"),
+            ("neighboring_relation", self.relation.name, relation.name, "Use that of before"),
             (
-                "batches (batch_size, examples)", given, (batch_size, examples),
+                "batches (batch_size, examples)", given, (plan.batch_size, plan.dataset_size),
                 "Use the arguments of before",
             ),
         ):  # fmt: skip
@@ -471,7 +455,6 @@ class RunState:
         return {
             **attrs.asdict(self, recurse=False),
             "relation": self.relation.name,
-            "declared": self.declared.to_plain(),
             "texts": list(self.texts),
             "earlier": [attrs.asdict(past) for past in self.earlier],
             "blocks": list(map(list, self.blocks)),
@@ -479,14 +462,23 @@ class RunState:
 
     @classmethod
     def of_plain(cls, plain: Any) -> RunState:
-        """Inverse of `to_plain`.
-
-        Raises:
-            TypeError, ValueError: It is no such state, or damaged.
-        """
+        """Returns the inverse of `to_plain`; TypeError or ValueError if it is damaged."""
         if not isinstance(plain, Mapping):
             raise TypeError(f"Expected the dictionary that state() returned, got {plain!r:.80}.")
         try:
             return cls(**plain)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"The state is damaged: {error}") from error
+
+
+@attrs.frozen
+class Continued:
+    """A run that goes on.
+
+    Attributes:
+        state: State that it stood at.
+        discard_later_steps: True if nothing of the steps after the state was ever seen.
+    """
+
+    state: RunState
+    discard_later_steps: bool

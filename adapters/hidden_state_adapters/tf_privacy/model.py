@@ -20,6 +20,7 @@ from hidden_state_adapters.tf_privacy.algorithm import (
 from hidden_state_adapters.tf_privacy.data import GivenWeights
 from hidden_state_adapters.tf_privacy.fit import Fit
 from hidden_state_adapters.tf_privacy.lineage import (
+    Continued,
     RunState,
     hang_loaded,
     past_runs,
@@ -27,7 +28,7 @@ from hidden_state_adapters.tf_privacy.lineage import (
 )
 from hidden_state_adapters.tf_privacy.other_callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.report import PrivacyReport
-from hidden_state_adapters.tf_privacy.run import Continued, Given, PrivateRun
+from hidden_state_adapters.tf_privacy.run import Given, PrivateRun
 from hidden_state_adapters.tf_privacy.settings import Settings
 
 _NAMES = tuple(field.name for field in attrs.fields(Settings))
@@ -41,12 +42,7 @@ _OWN = ("fit", "train_step", "compute_loss", "train_on_batch")
 
 
 class PrivateTraining(tf.keras.Model, PrivacyReport):
-    """Base of `HiddenStateModel` and `HiddenStateSequential`; the arguments are described there.
-
-    Args:
-        *args: Arguments of the Keras model.
-        **kwargs: Arguments of the Keras model, and those of `Settings`.
-    """
+    """Base of `HiddenStateModel` and `HiddenStateSequential`; the arguments are described there."""
 
     _how_to_begin = "Call fit."
     _run: PrivateRun | None = None
@@ -91,12 +87,12 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
             metrics: Metrics, as in Keras. What they show of the training data has no guarantee.
             loss_weights: None.
             weighted_metrics: None.
-            run_eagerly: Whether the rest is eager; the gradients of a batch are made in a graph all
+            run_eagerly: True if the rest is eager; the gradients of a batch are made in a graph all
                 the same.
             steps_per_execution: Number of steps between two looks of the callbacks; None for as
                 many as take a moment, where no callback waits for every batch. Every step is
                 recorded all the same.
-            jit_compile: Whether XLA compiles clip, noise and update; "auto", as Keras 3 says by
+            jit_compile: True if XLA compiles clip, noise and update; "auto", as Keras 3 says by
                 default, is False. Poisson batches are filled up to a few sizes with it; what fills
                 them up has no influence.
             **kwargs: Other arguments of Keras.
@@ -252,7 +248,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
 
     @property
     def noise_multiplier(self) -> float | None:
-        """The one that was given, or that fit found; None before."""
+        """Noise multiplier that was given, or that fit found; None before."""
         return (self._run or self._settings).noise_multiplier
 
     def _run_on(self, given: Given) -> PrivateRun:
@@ -314,7 +310,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         order, and that no other process goes on with it.
 
         Args:
-            state: What `state()` returned.
+            state: Dictionary that `state()` returned.
             discard_later_steps: Declares that nothing that was computed after the state, in this
                 process, was ever seen by anybody, nor made you go back.
 
@@ -334,7 +330,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
     # Files
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in Keras.
+        """Saves the model as Keras does.
 
         Raises:
             UnsupportedRunError: Keras 3 would compile what it loads from an .h5 with SGD.
@@ -349,12 +345,12 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         return super().save(filepath, *args, **kwargs)
 
     def get_compile_config(self) -> Any:
-        """As in Keras."""
+        """Returns the arguments of compile; see Keras."""
         config = super().get_compile_config()
         return config and {**config, "jit_compile": self._uses_xla}
 
     def compile_from_config(self, config: Mapping[str, Any]) -> None:
-        """As in Keras, which would leave out a model whose `compile` is not its own."""
+        """Compiles a loaded model; Keras leaves out one whose `compile` is not its own."""
         arguments = keras_api.saving.deserialize_keras_object(dict(config))
         self.compile(
             **{**arguments, "optimizer": rule_of(self._loaded_rule, arguments["optimizer"])}
@@ -363,7 +359,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
             self.optimizer.build(self.trainable_variables)
 
     def get_config(self) -> dict[str, Any]:
-        """As in Keras, with the private settings, what the model was compiled with and past runs.
+        """Returns the configuration of Keras, the private settings, the update rule and past runs.
 
         Raises:
             UnsupportedRunError: Blocks are not those of the model as it is.
@@ -426,8 +422,7 @@ class HiddenStateModel(PrivateTraining):
         closed form with ``"auto"``. Without one every example is differentiated alone.
       - Batches, learning rates, clip norm and noise are those that the run itself deals and makes.
         Checked in every step, on the device: the variables, and moments of the optimizer, bit by
-        bit, and finite gradients no longer than the geometry says. A step that fails is not taken
-        and ends the run; of several blocks those before it have moved.
+        bit, and finite gradients no longer than the geometry says. A step that fails ends the run.
       - Not checked, but listed by `assumptions`: what the user declares. Losses and metrics of the
         training data (History, progress bar) have no privacy guarantee and must stay private.
 
@@ -457,7 +452,7 @@ class HiddenStateModel(PrivateTraining):
             plain SGD, or None. The event reads its l2, which contracts.
         projection_radius: R, or None for no projection: all trainable variables together are
             projected on the ball around 0.
-        loss_geometry: What is known about the loss of one example, before clipping. None reads it
+        loss_geometry: Geometry of the loss of one example, before clipping. None reads it
             off the compiled loss and the model, whose last layer is a `Dense` one and all that is
             trained, if there is a `feature_norm`, and is composition otherwise, for reasons that
             the report names; ``"auto"`` refuses these. A LossGeometry is declared by you.

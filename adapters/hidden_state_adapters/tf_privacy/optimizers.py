@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from hidden_state_accountants import BatchOrder, Regulariser, UnsupportedRunError, validate
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule
+from hidden_state_adapters.tf_privacy.algorithm import Algorithm, Blocks, UpdateRule
 from hidden_state_adapters.tf_privacy.blocks import BlockCoordinateUpdate, blocks_of, check_blocks
 from hidden_state_adapters.tf_privacy.dice import DiceUpdate
 from hidden_state_adapters.tf_privacy.gradients import check_loss, of_rows
@@ -34,7 +34,6 @@ from hidden_state_adapters.tf_privacy.settings import Settings, check_scale
 from hidden_state_adapters.tf_privacy.step import (
     NOT_FINITE,
     TOO_LONG,
-    PrivateStep,
     StepEntry,
     check_variables,
 )
@@ -54,11 +53,7 @@ _logger = logging.getLogger("hidden_state_accountants")
 
 
 def _without(neutral: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Returns options without those that have their neutral values.
-
-    Raises:
-        UnsupportedRunError: One of these has another value.
-    """
+    """Returns options without those that must have, and have, their neutral values."""
     for option, expected in neutral.items():
         value = options.pop(option, expected)
         if value is not expected and value != expected:
@@ -69,15 +64,13 @@ def _without(neutral: Mapping[str, Any], options: dict[str, Any]) -> dict[str, A
     return options
 
 
-class NotedSteps:
-    """Notes of the steps in a foreign loop; stands in for an `Iterate`.
+class NotedSteps(Algorithm):
+    """Steps in a foreign loop, of which four numbers are noted on the device."""
 
-    Args:
-        step: Private step.
-    """
+    _numbers: Any = None
 
-    def __init__(self, step: PrivateStep):
-        self._step = step
+    def stands_at(self, entry: StepEntry) -> None:
+        """Begins the notes."""
         with tf.init_scope():
             # number of steps; rows and learning rate of the last one; longest gradient of all
             self._numbers = tf.Variable(tf.zeros([4], tf.float64), trainable=False)
@@ -90,46 +83,53 @@ class NotedSteps:
         self._numbers.assign(tf.stack([tf.cast(number, tf.float64) for number in numbers]))
 
     @property
-    def last(self) -> StepEntry:
+    def last_step(self) -> StepEntry:  # type: ignore[override]
         """The last step; with a problem if a gradient was too long or not finite."""
         steps, rows, rate, longest = self._numbers.numpy().tolist()
-        problem = "" if self._step.is_fine(longest) else TOO_LONG
+        problem = "" if self.step.is_fine(longest) else TOO_LONG
         if math.isinf(longest):
             problem = NOT_FINITE
-        return StepEntry(int(steps), int(steps), int(rows), rate, longest, problem)
+        return StepEntry(int(steps), int(rows), rate, longest, problem)
+
+    def train_by(self, blocks: Blocks) -> None:
+        """Notes the blocks of the first step; UnsupportedRunError if a later one has others."""
+        given, own = ([list(map(id, one)) for one in each] for each in (blocks, self.blocks))
+        with tf.init_scope():  # the step may be traced
+            if given != own and self.has_stepped:
+                raise UnsupportedRunError(
+                    "Expected the blocks of the first step, got other variables or another order: "
+                    "one run trains the same blocks throughout. Use another optimizer for other "
+                    "blocks."
+                )
+        self.blocks = self.step.blocks = blocks
 
     def look(self) -> None:
         """Keeps the values of the moment as those that the last step left."""
-        self._seen, self.values = self.last.steps, self._step.values()
+        self._seen, self.left = self.last_step.steps, self.step.values()
 
-    def is_left(self, variables: Sequence[Any]) -> bool:
+    def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Returns whether these are the variables, with their values if they were looked at."""
-        if [id(v) for v in variables] != [id(v) for v in self._step.variables]:
-            return False
-        return self.last.steps != self._seen or bool(self._step.is_left(self.values))
+        return self.trains(variables) and (
+            self.last_step.steps != self._seen or super().is_iterate(variables)
+        )
 
 
 class PrivateOptimizer(legacy.Optimizer):
     """Base of the private optimizers, to stand before a legacy class of Keras.
 
     Attributes:
-        is_private_sgd: Whether Keras' part of the update is that of plain SGD, if no option says
+        is_private_sgd: True if Keras' part of the update is that of plain SGD, if no option says
             otherwise.
         update_rule: Rule that the noisy mean goes through, in words.
-        settings: What a model is told that is compiled with it.
-
-    Args:
-        settings: What a model is told that is compiled with it.
-        own: Arguments of the constructor that are not Keras', as plain types, for files.
-        **keras: Arguments of the optimizer of Keras.
+        settings: Arguments of a model that is compiled with it.
     """
 
     is_private_sgd = True
     update_rule = "SGD"
     _keras: ClassVar[Any] = legacy.SGD  # class of Keras
-    _steps: Any = None  # an `Algorithm`, from the first step on
-    # Block, gradients and what the rule keeps, rows and longest gradient of an update to come.
-    _pending: tuple[int, tuple[list[Any], Any], tf.Tensor, tf.Tensor] | None = None
+    _steps: Any = None  # `NotedSteps`, from the first step on
+    # Block, gradients, rows and longest gradient of an update to come.
+    _pending: tuple[int, list[Any], tf.Tensor, tf.Tensor] | None = None
     _was_dp_gradients_called = False
 
     def __init__(self, settings: Settings, own: Mapping[str, Any], **keras: Any):
@@ -165,28 +165,17 @@ class PrivateOptimizer(legacy.Optimizer):
 
     def begin_run(
         self, variables: Sequence[Any], plan: BatchPlan | None = None, examples_of_record: int = 1
-    ) -> Algorithm:
-        """Returns what makes the steps of a run that begins.
-
-        Args:
-            variables: Variables that are trained.
-            plan: Batches; None in a loop that nobody records.
-            examples_of_record: Examples of a microbatch, m.
-
-        Raises:
-            UnsupportedRunError: It took steps, or there is no such run.
-        """
+    ) -> NotedSteps:
+        """Returns what makes the steps of a run that begins."""
         if taken := self.last_step.steps:
             raise UnsupportedRunError(
                 f"Expected an optimizer without steps, got one with {taken} that were not "
                 "recorded. Pass the callback to every call of fit, or compile with a fresh "
                 "optimizer and account both runs."
             )
-        steps = Algorithm(self._rule(None), self.settings, self, plan, variables)
-        steps.examples_of_record = examples_of_record
-        steps.iterate = NotedSteps(steps.step)
-        self._steps = steps
-        return steps
+        self._steps = NotedSteps(self._rule(None), self.settings, self, plan, variables)
+        self._steps.examples_of_record = examples_of_record
+        return self._steps
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
     def _steps_of(self, variables: Sequence[Any]) -> Any:
@@ -201,7 +190,7 @@ class PrivateOptimizer(legacy.Optimizer):
                 "make_private(model), says what the run costs; of a loop of your own declare the "
                 "event.", type(self).__name__,
             )  # fmt: skip
-        self._steps.lineage.hang_on(self._steps.variables)
+        self._steps.lineage.hang_on(self._steps.step.variables)
         return self._steps
 
     # Keras' and TensorFlow Privacy's seams
@@ -234,10 +223,10 @@ class PrivateOptimizer(legacy.Optimizer):
             )
         rows = tf.cast(rows, tf.int64)
         sums, longest = step.sums(of_rows(jacobians, losses, has_padding=False), rows)
-        along = step.direction(sums, rows)
-        longest = tf.where(step.rule.is_finite(along), longest, tf.constant(math.inf, tf.float64))
+        along, is_finite = step.direction(sums, rows)
+        longest = tf.where(is_finite, longest, tf.constant(math.inf, tf.float64))
         self._pending = blocks.index(own), along, rows, longest
-        return list(zip(along[0], variables, strict=True))
+        return list(zip(along, variables, strict=True))
 
     def apply_gradients(
         self, grads_and_vars: Any, name: Any = None, experimental_aggregate_gradients: bool = True
@@ -255,7 +244,7 @@ class PrivateOptimizer(legacy.Optimizer):
             )
         given = [id(gradient) for gradient, _ in grads_and_vars]
         pending, self._pending = self._pending, None
-        if pending is None or given != [id(gradient) for gradient in pending[1][0]]:
+        if pending is None or given != [id(gradient) for gradient in pending[1]]:
             raise UnsupportedRunError(
                 "Expected the gradients that _compute_gradients returned last, each list once and "
                 "in the same tf.function, got others: they are not the noisy mean that is "
@@ -263,9 +252,9 @@ class PrivateOptimizer(legacy.Optimizer):
             )
         block, along, rows, longest = pending
         steps, step, rate = self._steps, self._steps.step, self._steps.update.rate()
-        step.rule.move(step.blocks[block], along, rate, tf.constant(True))
+        step.rule.move(step.blocks[block], along, rate)
         ended = int(block + 1 == len(step.blocks))
-        steps.iterate.note(rows, rate, longest, ended)
+        steps.note(rows, rate, longest, ended)
         steps.update.count(ended)
 
     def plain_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -286,11 +275,7 @@ class PrivateOptimizer(legacy.Optimizer):
     # Models, copies and files
 
     def for_model(self) -> tuple[UpdateRule, dict[str, Any]]:
-        """Returns the rule of its updates, and what a model is told that is compiled with it.
-
-        Raises:
-            UnsupportedRunError: It took steps, is of a subclass, or its rate is a function.
-        """
+        """Returns the rule of its updates, and arguments of a model that is compiled with it."""
         kind = type(self)
         if not kind.__module__.startswith("hidden_state_adapters."):
             raise UnsupportedRunError(
@@ -316,7 +301,7 @@ class PrivateOptimizer(legacy.Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns all arguments, and what was trained, for whoever loads the file; see Keras."""
-        trained = [] if self._steps is None else self._steps.variables
+        trained = [] if self._steps is None else self._steps.step.variables
         runs = plain_runs(trained, self.loaded_runs)
         names = [*self.loaded_weights, *(fingerprint([variable]) for variable in trained)]
         noted = {_RUNS: runs, _WEIGHTS: names} if runs else {}
@@ -399,7 +384,7 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
             or None. The event reads its l2, which contracts.
         projection_radius: Radius R, or None for no projection. As the event's domain_diameter it
             is 2R.
-        loss_geometry: What you declare about the per-example loss; the callback compares its
+        loss_geometry: Declaration about the per-example loss; the callback compares its
             `lipschitz`. Better leave it out, and let `make_private(model)` derive it (``"auto"``).
         name: Name of the optimizer.
         **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
@@ -529,13 +514,10 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
     declare the `DiceSgdDpEvent`.
 
     Formal guarantees:
-      - Those of the `DiceSgdDpEvent` of the run under `hidden_state_accountants.DiceSgdAccountant`:
-        all iterates, all noisy updates and all that is computed from them are released. So
-        momentum, Nesterov and learning rates that depend on released values are covered: they never
-        see an update without noise. The error's recursion does not know them.
-      - The error is in no file (.keras, .h5, SavedModel, tf.train.Checkpoint, weights), config,
-        pickle, copy or text. So a loaded or copied optimizer starts ANOTHER run without error;
-        compose the events of both.
+      - Those of the `DiceSgdDpEvent` of the run under `DiceSgdAccountant`: all iterates, all noisy
+        updates and all that is computed from them (momentum, learning rates) are released.
+      - The error is in no file, config, pickle, copy or text. So a loaded or copied optimizer
+        starts ANOTHER run without error; compose the events of both.
       - Trusted, and read by the callback after every step: as of `CyclicDPKerasSGDOptimizer`.
         `last_step` shows values without noise.
 
@@ -544,8 +526,8 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
         noise_multiplier: Standard deviation of the noise on the SUM of clipped gradients over C_1,
             as everywhere in TF Privacy. At equal noise the epsilon is larger than that of DP-SGD.
         num_microbatches: None, or the number of rows: one example each.
-        error_l2_norm_clip: As for `DiceUpdate`.
-        automatic: As for `DiceUpdate`.
+        error_l2_norm_clip: Clip norm C_2, as for `DiceUpdate`.
+        automatic: True if both clips normalise, as for `DiceUpdate`.
         expected_batch_size: Public divisor B of the sums, for batches of varying size (Poisson,
             accounted with probability B/N; take the step of an empty batch, too). For fixed shapes
             fill such a batch up with rows whose loss is multiplied by 0. None: every batch has the
@@ -554,8 +536,7 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
             decay, name; the others at their neutral values.
 
     Raises:
-        TypeError, ValueError, UnsupportedRunError: As `CyclicDPKerasSGDOptimizer`; momentum is
-            taken.
+        TypeError, ValueError, UnsupportedRunError: As `CyclicDPKerasSGDOptimizer`.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 and 4.
     """
@@ -570,17 +551,13 @@ class DiceKerasAdamOptimizer(DiceOptimizer, legacy.Adam):
         m_t = \beta_1 m_{t-1} + (1 - \beta_1) \tilde v_t, \quad
         s_t = \beta_2 s_{t-1} + (1 - \beta_2) \tilde v_t^2
 
-    The noise is inside the moments, so they and all options of Adam are post-processing: the run
-    costs what DiceSGD costs, and the moments may be in a checkpoint. Update :math:`v_t`, error,
-    arguments, formal guarantees and errors: see `DiceKerasSGDOptimizer`.
+    The noise is inside the moments, so they and all options of Adam are post-processing. Update
+    :math:`v_t`, arguments, formal guarantees and errors: see `DiceKerasSGDOptimizer`; the others
+    are those of tf.keras.optimizers.legacy.Adam.
 
     Two misprints of the algorithm are put right: the second moment decays with 1 - beta_2 (not
     beta^2), and the bias corrections count steps from 1 (not 0: division by zero). Keras adds
     epsilon before the bias correction.
-
-    Args:
-        *args: Arguments of `DiceKerasSGDOptimizer`.
-        **kwargs: Others, and those of tf.keras.optimizers.legacy.Adam.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithm 3.
     """
@@ -605,11 +582,8 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
     does for one block: all trainable variables.
 
     Formal guarantees:
-      - Those of the `BlockCoordinateDpEvent` of the run: the blocks after the last step are
-        released, nothing else. One block with a `loss_geometry` or a contracting prox may profit
-        from hidden states; several blocks cost the composition of all their updates
-        (docs/papers/block_coordinate.md). `HiddenStateCallback` records a fit; of a loop of your
-        own declare the event.
+      - Those of the `BlockCoordinateDpEvent` of the run, as of `BlockCoordinateUpdate`.
+        `HiddenStateCallback` records a fit; of a loop of your own declare the event.
       - Trusted, and read by the callback after every step: as of `CyclicDPKerasSGDOptimizer`.
         Within a run the blocks and their order are the same, or the step is refused.
       - Declared by you: all else that is trained or changes is public (of one block: stands still),
@@ -623,7 +597,7 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
         learning_rate: Step size eta, a constant number.
         l1: Weight of the lasso, >= 0.
         l2: Weight of the squared norm, >= 0: r is l2-strongly convex.
-        nonnegative: Whether the variables are kept >= 0.
+        nonnegative: True if the variables are kept >= 0.
         name: Name of the optimizer.
         **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
 
@@ -674,15 +648,12 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
         """Updates every block once.
 
         Args:
-            loss: A function without arguments that returns a vector with the loss of each example;
+            loss: Function without arguments that returns a vector with the loss of each example,
                 called once for each block. For one block also such a tensor, with its `tape`.
-            var_list: A list of blocks, which are lists of variables; or one list of variables.
-            grad_loss: Not supported.
+            var_list: List of blocks, which are lists of variables; or one list of variables.
+            grad_loss: None.
             name: Name of the operation.
             tape: Tape of a loss that is a tensor.
-
-        Raises:
-            UnsupportedRunError: The run is not covered; the text says why.
         """
         blocks = blocks_of(var_list)
         if len(blocks) > 1 and (not callable(loss) or tape is not None):
@@ -693,7 +664,7 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
             )
         steps = self._steps_of([v for block in blocks for v in block])
         check_blocks(blocks, steps.step.variables)
-        steps.trains_by(blocks)
+        steps.train_by(blocks)
         for block in blocks:
             pairs = self._compute_gradients(loss, list(block), grad_loss, tape)
             self.apply_gradients(pairs, name=name)

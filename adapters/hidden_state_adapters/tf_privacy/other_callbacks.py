@@ -26,16 +26,12 @@ def releases_of(
     """Returns whether an iterate is released after every epoch, and after every step.
 
     Args:
-        callbacks: All of a fit.
+        callbacks: All callbacks of a fit.
         own: The one that records, if it is one of them.
-        checkpoints_stay_private: Whether nobody sees files from before the last step.
-        metrics_stay_private: Whether nobody sees what callbacks write of metrics.
-        public_validation: Whether metrics of validation data are those of public data, and every
+        checkpoints_stay_private: True if nobody sees files from before the last step.
+        metrics_stay_private: True if nobody sees what callbacks write of metrics.
+        public_validation: True if metrics of validation data are those of public data, and every
             iterate that they are computed from may count as released.
-
-    Raises:
-        UnsupportedRunError: A callback chooses the model, the steps or their size by a metric,
-            restores weights, or publishes metrics.
     """
     after_epochs = after_steps = False
     for position, callback in enumerate(callbacks):

@@ -22,11 +22,17 @@ from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm
-from hidden_state_adapters.tf_privacy.lineage import PastRun, RunState, fingerprint, runs_behind
+from hidden_state_adapters.tf_privacy.lineage import (
+    Continued,
+    PastRun,
+    RunState,
+    fingerprint,
+    runs_behind,
+    watch_files,
+)
 from hidden_state_adapters.tf_privacy.settings import Declared
-from hidden_state_adapters.tf_privacy.step import StepEntry
+from hidden_state_adapters.tf_privacy.step import MOVED, StepEntry
 from hidden_state_adapters.tf_privacy.trained_part import FixedVariables, check_layers
-from hidden_state_adapters.tf_privacy.written_files import watch_files
 from hidden_state_adapters.trained_layers import why_not_convex
 
 _FIXED = (
@@ -55,26 +61,10 @@ FILES_STAY_PRIVATE = (
 _logger = logging.getLogger("hidden_state_accountants")
 
 
-@attrs.frozen
-class Dealt:
-    """Batches that a run is dealt.
-
-    Attributes:
-        text: What is checked of them, in words.
-        period: Batches of an epoch.
-        rows: Function that gives the number of rows of a step, from 0 on.
-    """
-
-    text: str
-    period: int
-    rows: Callable[[int], int]
-
-
 class RecordedRun:
     """The record that a callback or a private run keeps of its steps.
 
     Attributes:
-        declared: Declarations that the run is accounted with.
         why_not_known: Reason why nothing is known of the loss; "" if that is of no use.
         note: Sentence that the report ends with, or "".
         num_batches: Number of steps that were recorded.
@@ -84,20 +74,12 @@ class RecordedRun:
     Args:
         model: Keras model or layer that is built; its trainable variables are released.
         optimizer: Algorithm, which has not taken a step.
-        batch_size: Batch size b, as all that follows in records, which may be microbatches.
-        examples: Number of records of an epoch.
         relation: Neighboring relation of the guarantee.
-        declared: Declarations of the user.
-        checked: What its holder knows of the gradients; None in a loop of somebody else.
-        state: State of the run that goes on; None for a new one.
-        discard_later_steps: Whether nothing of the steps after the state was ever seen.
-        dealt: Batches; None for those of `cyclic_dataset`.
-        files_stay_private: Whether nobody sees files of the model from before the last step;
+        declared: Declarations that the run is accounted with.
+        checked: Assumptions that its holder checks of gradients; None in a foreign loop.
+        continued: Run that goes on; None for a new one.
+        files_stay_private: True if nobody sees files of the model from before the last step;
             otherwise the iterate that one is written of counts as released.
-
-    Raises:
-        UnsupportedRunError: No run of this optimizer and model can be accounted, or the state is
-            of another one.
     """
 
     def __init__(
@@ -105,25 +87,20 @@ class RecordedRun:
         model: Any,
         optimizer: Any,
         *,
-        batch_size: int,
-        examples: int,
         relation: NeighboringRelation,
         declared: Declared,
         checked: Iterable[Assumption] | None = None,
-        state: RunState | None = None,
-        discard_later_steps: bool = False,
-        dealt: Dealt | None = None,
+        continued: Continued | None = None,
         files_stay_private: bool = False,
     ):
         check_layers(model)
         self.optimizer: Algorithm = optimizer
-        self._batch_size, self._examples = batch_size, examples
-        if state is not None:
-            state.check_fits(model, optimizer, batch_size, examples)
+        if continued is not None:
+            continued.state.check_fits(model, optimizer, relation)
         self.model = model
         self._fixed = FixedVariables(model)
         self.of_gradients = None if checked is None else tuple(checked)
-        self.dealt = dealt or Dealt(_FIXED, examples // batch_size, lambda _: batch_size)
+        self.of_batches = _FIXED if checked is None else optimizer.plan.description
         self.declared, self.why_not_known, self.note = declared, "", ""
         optimizer.begin(declared)
         optimizer.check_start(keras_api.trained(model), declared)
@@ -144,11 +121,11 @@ class RecordedRun:
         self._lineage = optimizer.lineage
         self._lineage.writes = weakref.WeakMethod(self._writes)
         watch_files(model, self._lineage.writes)
-        if state is None:
-            self._begin()
-        else:
-            self._resume(state, discard_later_steps)
-        if state is None and (line := self.optimizer.line_before(self.relation)):
+        if continued is not None:
+            self._resume(continued)
+            return
+        self._begin()
+        if line := self.optimizer.line_before(self.relation):
             _logger.warning(line)
 
     def _begin(self) -> None:
@@ -181,13 +158,7 @@ class RecordedRun:
     def state(
         self, declared: Iterable[str], *, stays_private: bool, include_private_state: bool
     ) -> RunState:
-        """Returns the state of complete steps; see `PrivacyReport.state`.
-
-        Args:
-            declared: Assumptions that its holder adds.
-            stays_private: Whether the current weights do not count as released by it.
-            include_private_state: Whether the hidden state of the optimizer is part of it.
-        """
+        """Returns the state of complete steps; see `PrivacyReport.state`."""
         self.check()
         self.check_variables()
         assert self._run is not None
@@ -214,9 +185,8 @@ class RecordedRun:
             run_id=self._lineage.run_id,
             optimizer=optimizer.kind,
             relation=self.relation,
-            batch_size=self._batch_size,
-            examples=self._examples,
-            declared=self.declared,
+            batch_size=optimizer.plan.batch_size,
+            examples=optimizer.plan.dataset_size,
             texts=tuple(dict.fromkeys((*self.texts, *declared))),
             num_steps=self.num_batches,
             iterations=int(optimizer.update.iterations.numpy()),
@@ -227,8 +197,9 @@ class RecordedRun:
             private=optimizer.private_state() if include_private_state else None,
         )
 
-    def _resume(self, state: RunState, discard_later_steps: bool) -> None:
-        self._lineage.check_newest(state, discard_later_steps)
+    def _resume(self, continued: Continued) -> None:
+        state = continued.state
+        self._lineage.check_newest(continued)
         self.optimizer.resume(state, keras_api.trained(self.model))
         self._run = self.optimizer.new_run(self.declared)
         self._run.load_state_dict(state.run)  # names the field that differs
@@ -236,7 +207,8 @@ class RecordedRun:
         self._lineage.run = self._run
         self._lineage.released = max(self._run.release_steps, default=0)
         self._take_over(state.earlier, state.run_id)
-        discarded = (_DISCARDED.format(self._run.num_steps),) if discard_later_steps else ()
+        is_discarded = continued.discard_later_steps
+        discarded = (_DISCARDED.format(self._run.num_steps),) if is_discarded else ()
         self.texts = tuple(dict.fromkeys((*state.texts, _GOES_ON, *discarded)))
 
     # What happens
@@ -244,27 +216,22 @@ class RecordedRun:
     @property
     def next_batch(self) -> int:
         """Index within the epoch of the batch that the next step must use."""
-        return self.num_batches % self.dealt.period
+        return self.num_batches % self.optimizer.plan.num_batches
 
     @property
     def has_begun(self) -> bool:
-        """Whether the optimizer took a step, recorded or not."""
+        """True if the optimizer took a step, recorded or not."""
         return bool(self.num_batches or self.optimizer.last_step.steps or self._invalid)
 
     @property
     def has_ended(self) -> bool:
-        """Whether the run has no epsilon any more."""
+        """True if the run has no epsilon any more."""
         return bool(self._invalid)
 
-    def add(self, batch: int, entry: StepEntry | None = None) -> None:
-        """Records a step; UnsupportedRunError, for good, if it is not the one that has to follow.
-
-        Args:
-            batch: Index of its batch within the epoch.
-            entry: Values that it used; None for those of the last step.
-        """
+    def add(self, entry: StepEntry, batch: int) -> None:
+        """Records a step on a batch of the epoch; UnsupportedRunError, for good, if another one."""
         try:
-            self._add(self.optimizer.last_step if entry is None else entry, batch)
+            self._add(entry, batch)
         except (TypeError, ValueError) as error:
             self.invalidate(str(error))
 
@@ -277,7 +244,7 @@ class RecordedRun:
             self._check_convexity()
         if self._run is None:
             self._run = self._lineage.run = self.optimizer.new_run(self.declared)
-        self._run.add(attrs.evolve(step, batch=batch, rows=self._batch_size))
+        self._run.add(attrs.evolve(step, batch=batch, rows=self.optimizer.plan.batch_size))
         self._lineage.steps = self.num_batches
         if self._releases_next:
             self._releases_next = False
@@ -307,7 +274,7 @@ class RecordedRun:
                 f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
                 " one for every batch."
             )
-        rows = self.dealt.rows(self.num_batches)
+        rows = self.optimizer.plan.num_rows(self.num_batches)
         if batch != self.next_batch or entry.rows != rows:
             raise UnsupportedRunError(
                 f"Expected step {step} on all rows of batch {self.next_batch}, got batch {batch} "
@@ -368,7 +335,6 @@ class RecordedRun:
                 f"The optimizer took {taken} steps, but {self.num_batches} are recorded. "
                 "Pass the callback to every call of fit, and train in no other way."
             )
-        self.optimizer.check_run()
 
     def check_iterate(self) -> None:
         """Raises UnsupportedRunError if the model is not the iterate that was accounted."""
@@ -384,10 +350,7 @@ class RecordedRun:
     def check_variables(self) -> None:
         """Raises UnsupportedRunError likewise, of steps that may not be recorded yet."""
         if not self.optimizer.is_iterate(keras_api.trained(self.model)):
-            raise UnsupportedRunError(
-                "The trainable variables were changed outside the private optimizer, so the model "
-                "is not the iterate that was accounted. Release the model that fit left."
-            )
+            raise UnsupportedRunError(MOVED)
         self.check_fixed()
 
     def check_fixed(self) -> None:
@@ -403,9 +366,6 @@ class RecordedRun:
         """Accounts the run with all steps that could follow, because released iterates choose them.
 
         What is seen of it until it stops is a function of what all of them would release.
-
-        Args:
-            complete: Function that adds those steps, and their releases, to a run.
         """
         self._complete, self._lineage.whole = complete, self.whole_run
 
@@ -429,7 +389,7 @@ class RecordedRun:
 
     @property
     def chooses_steps(self) -> bool:
-        """Whether EarlyStopping may stop it, or has."""
+        """True if EarlyStopping may stop it, or has."""
         return self._complete is not None or self._is_over
 
     def event(self) -> DpEvent:

@@ -11,11 +11,7 @@ from hidden_state_accountants import UnsupportedRunError
 
 
 def refuse_surroundings(strategy: Any = None) -> None:
-    """Refuses several replicas and TensorFlow 1 graphs.
-
-    Args:
-        strategy: The one whose replicas are known to make one step together.
-    """
+    """Raises UnsupportedRunError in TensorFlow 1 graphs and strategies but the one of the model."""
     if not tf.compat.v1.executing_eagerly_outside_functions():
         raise UnsupportedRunError(
             "Expected TensorFlow 2, got a TensorFlow 1 graph or session: the steps cannot be "
@@ -31,11 +27,7 @@ def refuse_surroundings(strategy: Any = None) -> None:
 
 
 def strategy_of(model: Any) -> Any:
-    """Returns the strategy that the model was made in, or None.
-
-    Raises:
-        UnsupportedRunError: It is not a MirroredStrategy, or fit is called in its scope.
-    """
+    """Returns the strategy that the model was made in, or None."""
     if tf.distribute.has_strategy():
         raise UnsupportedRunError(
             f"Expected fit outside of strategy.scope(), got a call within that of a "
@@ -80,16 +72,8 @@ def copies(variables: Sequence[Any]) -> list[Any]:
 def together(act: Callable[..., Any], sums: Any, largest: tf.Tensor, rows: tf.Tensor) -> Any:
     """Calls a function with what all replicas have found; without a strategy with what is given.
 
-    Variables that it assigns are assigned in all replicas.
-
-    Args:
-        act: Function that is called once, with the other arguments.
-        sums: Sums over the examples, a nest of tensors, which are added up.
-        largest: Norm of the longest gradient, of which the largest is taken.
-        rows: Number of examples, which is added up.
-
-    Returns:
-        What the function returns.
+    Sums over the examples and rows are added up, of the longest gradient the largest is taken.
+    Variables that the function assigns are assigned in all replicas.
     """
     if not tf.distribute.has_strategy():
         return act(sums, largest, rows)

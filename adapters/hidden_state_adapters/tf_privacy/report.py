@@ -49,15 +49,10 @@ _NO_LOSS = (
 
 
 def _assumptions(record: RecordedRun, declared: Iterable[str]) -> tuple[Assumption, ...]:
-    """Returns everything that has to be true.
-
-    Args:
-        record: Record of the run.
-        declared: What its holder adds to the declared ones.
-    """
+    """Returns everything that has to be true."""
     algorithm, is_own_loop = record.optimizer, record.of_gradients is not None
     variables = _CHECKED.format(_ONLY_BY_STEPS if is_own_loop else _BETWEEN_EPOCHS)
-    own = [Assumption.checked(text) for text in (record.dealt.text, variables)]
+    own = [Assumption.checked(text) for text in (record.of_batches, variables)]
     own += [Assumption.checked(text) for text in algorithm.described.checked()]
     own += [*(record.of_gradients or ()), *record.declared.measured]
     if record.earlier_events:
@@ -120,31 +115,23 @@ class PrivacyReport:
 
     @property
     def privacy_event(self) -> Any:
-        """The event that happened: a `LastIterateDpEvent`, or the one of the optimizer.
+        """Event that happened: a `LastIterateDpEvent`, or the one of the optimizer.
 
         Raises:
             ValueError: No step was taken.
-            UnsupportedRunError: Steps were taken that are not recorded, the run has ended, or the
-                model is neither the last iterate nor what another private optimizer made of it.
+            UnsupportedRunError: Steps were not recorded, the run has ended, or the model is not the
+                iterate that was accounted.
         """
         return self._recorded().event()
 
     @property
     def privacy_events(self) -> tuple[Any, ...]:
-        """The events of the private runs that the initial weights come from, and this one's.
-
-        Raises:
-            ValueError, UnsupportedRunError: As `privacy_event`.
-        """
+        """Events of the private runs that the initial weights come from, and this one's."""
         return self._recorded().events()
 
     @property
     def guarantee(self) -> Guarantee:
-        """The guarantee of what is released, with the current model as the last iterate.
-
-        It is that of all `privacy_events` together, as are the figures that follow, with all
-        `assumptions`.
-        """
+        """Guarantee of all `privacy_events` together, with the model as the last iterate."""
         return attrs.evolve(self._recorded().guarantee(), assumptions=self.assumptions)
 
     @property
@@ -153,28 +140,17 @@ class PrivacyReport:
         return _assumptions(self._recorded(), self._told_by()._declared_texts())
 
     def get_epsilon(self, delta: float) -> float:
-        """Returns the epsilon of what is released at `delta`, if the model is the last iterate.
-
-        Raises:
-            ValueError: No step was taken.
-            UnsupportedRunError: The model is not the iterate that was accounted.
-        """
+        """Returns the epsilon of what is released at `delta`; errors as of `privacy_event`."""
         record = self._recorded()
         record.check_iterate()
         warn_of_delta(delta, record.event().dataset_size)
         return record.guarantee().epsilon(delta)
 
     def compare(self, delta: float = 1e-5) -> Comparison:
-        """Compares every bound, and dp-accounting's own accountants, on what happened.
-
-        Args:
-            delta: In [0, 1].
-
-        Returns:
-            A table with the rows of each run; `print` it.
+        """Returns a table of every bound, and of dp-accounting's accountants, at delta in [0, 1].
 
         Raises:
-            ValueError, UnsupportedRunError: As `get_epsilon`.
+            ValueError, UnsupportedRunError: As `privacy_event`.
         """
         self.get_epsilon(delta)  # checks the iterate
         relation = self.guarantee.neighboring_relation
@@ -184,7 +160,7 @@ class PrivacyReport:
         """Returns whether hiding the iterates gains anything; one epoch is enough to ask for all.
 
         Args:
-            delta: Where epsilon is read, in (0, 1).
+            delta: Probability where epsilon is read, in (0, 1).
             epochs: Length of the run, if its settings stay what they were; None for the steps that
                 were taken.
 
@@ -205,10 +181,7 @@ class PrivacyReport:
     def release(self) -> None:
         """Marks the current model as released; call it for every model that anybody sees.
 
-        The last one always counts.
-
-        Raises:
-            UnsupportedRunError: The model is not the iterate that was accounted.
+        The last one always counts. UnsupportedRunError if it is not the iterate that was accounted.
         """
         own = self._told_by()
         if own._record is not None:
@@ -254,11 +227,10 @@ class PrivacyReport:
         """Returns the privacy statement of the run with everything that was checked and declared.
 
         Args:
-            delta: Where epsilon is read; None for the callback's target_delta.
+            delta: Probability where epsilon is read; None for target_delta.
 
         Raises:
-            ValueError: No step was taken, or no delta was given.
-            UnsupportedRunError: The model is not the iterate that was accounted.
+            ValueError, UnsupportedRunError: As `privacy_event`; or no delta was given.
         """
         delta = self._target_delta if delta is None else delta
         if delta is None:

@@ -1,4 +1,4 @@
-"""What has to be installed and set before TensorFlow's part can be imported, in words."""
+"""Says what has to be installed and set before TensorFlow's part can be imported."""
 
 from __future__ import annotations
 
@@ -22,15 +22,7 @@ _LEGACY = (
 
 
 def check(name: str, *, needs_keras_2: bool) -> None:
-    """Makes sure that a TensorFlow with the right Keras is there for `name`; nothing is set.
-
-    Args:
-        name: What is imported.
-        needs_keras_2: Whether Keras 3 will not do.
-
-    Raises:
-        ImportError: It is not; the text says what to install or to set.
-    """
+    """Raises ImportError, which says what to install or set, unless `name` can be imported."""
     tensorflow = _imported(name)
     version = str(getattr(tensorflow, "__version__", "0"))
     release = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())

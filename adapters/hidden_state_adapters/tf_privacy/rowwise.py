@@ -46,12 +46,7 @@ _ACTIVATIONS = (
 
 
 def takes_examples_alone(model: Any, examples: Any) -> bool:
-    """Returns whether every output of a model depends on its own example only.
-
-    Args:
-        model: Keras model that is built.
-        examples: Structure of tensors that it is called with.
-    """
+    """Returns whether every output of a model depends on its own example only."""
     return (
         all(len(part.shape) > 1 for part in tf.nest.flatten(examples))
         and not keras_api.has_other_operations(model)

@@ -43,15 +43,10 @@ from hidden_state_adapters.tf_privacy.gradients import (
     ThroughLinearLayers,
     times,
 )
-from hidden_state_adapters.tf_privacy.head import HeadRun, Known, OfHead, look_at
-from hidden_state_adapters.tf_privacy.head_losses import RowLosses
-from hidden_state_adapters.tf_privacy.lineage import RunState
-from hidden_state_adapters.tf_privacy.record import (
-    FILES_STAY_PRIVATE,
-    INTERRUPTED,
-    Dealt,
-    RecordedRun,
-)
+from hidden_state_adapters.tf_privacy.head import HeadRun, Known, look_at
+from hidden_state_adapters.tf_privacy.lineage import Continued, RunState
+from hidden_state_adapters.tf_privacy.losses import RowLosses
+from hidden_state_adapters.tf_privacy.record import FILES_STAY_PRIVATE, INTERRUPTED, RecordedRun
 from hidden_state_adapters.tf_privacy.replicas import (
     check_made_in,
     refuse_surroundings,
@@ -72,19 +67,6 @@ def _quicker(pace: int, seconds: float) -> int:
     """Returns how many steps are made until the next look, if so many were only a moment."""
     faster = min(_MOMENT / max(seconds, 1e-9), _LARGEST_JUMP)
     return min(int(max(faster, 2) * pace), _LONGEST_PACE) if faster > 1 else pace
-
-
-@attrs.frozen
-class Continued:
-    """A run that goes on.
-
-    Attributes:
-        state: State that it stood at.
-        discard_later_steps: Whether nothing of the steps after the state was ever seen.
-    """
-
-    state: RunState
-    discard_later_steps: bool
 
 
 @attrs.frozen(eq=False)
@@ -137,7 +119,7 @@ class PrivateRun(PrivacyReport):
         steps_per_epoch: Number of steps of an epoch, as for its `fit`.
         class_weight: Weights of classes, as for its `fit`.
         sample_weight: Weights of examples, as for its `fit`.
-        jit_compile: Whether XLA compiles the step.
+        jit_compile: True if XLA compiles the step.
         state: State of a run that goes on, as `state()` returned it; the model has the weights that
             were saved with it.
         discard_later_steps: Declares that nothing that was computed after the state, in this
@@ -217,16 +199,7 @@ class PrivateRun(PrivacyReport):
         uses_xla: bool,
         continued: Continued | None,
     ) -> PrivateRun:
-        """Returns the run of a compiled model, whose fit takes its steps; errors as of the class.
-
-        Args:
-            model: Private model.
-            rule: Rule that it is compiled with.
-            settings: Settings of the model.
-            given: Data of fit.
-            uses_xla: Whether XLA compiles the step.
-            continued: Run that goes on; None for a new one.
-        """
+        """Returns the run of a compiled model, whose fit takes its steps."""
         refuse_surroundings(strategy := strategy_of(model))
         if strategy is not None and uses_xla:
             raise UnsupportedRunError(
@@ -267,7 +240,6 @@ class PrivateRun(PrivacyReport):
         self._target_delta = settings.target_delta
         self.plan = self._held_and_dealt(given)
         if continued is not None:
-            self._check_relation(continued.state)
             self._check_end_of_epoch(continued.state.num_steps)
             self._restore_order(continued.state)
         variables = self._built(optimizer)
@@ -282,15 +254,11 @@ class PrivateRun(PrivacyReport):
         self._record: RecordedRun = RecordedRun(
             model,
             self.steps,
-            batch_size=self.plan.batch_size,
-            examples=self.plan.dataset_size,
             relation=self.relation,
             declared=known.declared,
             checked=known.checked,
-            dealt=Dealt(self.plan.description, self.steps_per_epoch, self.plan.num_rows),
             files_stay_private=settings.checkpoints_stay_private,
-            state=None if continued is None else continued.state,
-            discard_later_steps=continued is not None and continued.discard_later_steps,
+            continued=continued,
         )
         self._record.why_not_known = known.why_not
         if self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
@@ -385,7 +353,7 @@ class PrivateRun(PrivacyReport):
         width = None if self.is_padded else rows
         kinds = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], tf.int64)]
         kinds += [tf.TensorSpec([None], tf.float64)]
-        values = [tf.TensorSpec(value.shape, value.dtype) for value in self.steps.iterate.values]
+        values = [tf.TensorSpec(value.shape, value.dtype) for value in self.steps.left]
         self._several = functools.cache(
             tf.function(self._take_several, [*kinds, values]).get_concrete_function
         )
@@ -424,14 +392,14 @@ class PrivateRun(PrivacyReport):
             target_epsilon: Finds the smallest noise that meets it after these epochs, the first
                 steps of a run that was made without noise_multiplier.
             target_delta: In (0, 1); None for that of the run.
-            verbose: Whether to show the bar.
+            verbose: True to show the bar.
 
         Returns:
             The mean loss of every epoch, for you alone: it has no guarantee.
 
         Raises:
-            UnsupportedRunError: As `step`. An interruption ends the run, because the number of
-                steps may depend on the data.
+            UnsupportedRunError: Errors of `step`. An interruption ends the run: the number of steps
+                may depend on the data.
             ValueError: No noise meets the target.
         """
         epochs = validate.integer("epochs", epochs, minimum=1)
@@ -458,11 +426,7 @@ class PrivateRun(PrivacyReport):
     def epoch(
         self, pace: int | None = None, *, eagerly: bool = False
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """Takes the steps of an epoch.
-
-        Args:
-            pace: Steps between two looks; None for as many as take a moment.
-            eagerly: Whether the loop over them is.
+        """Takes the steps of an epoch, `pace` between two looks, or as many as take a moment.
 
         Yields:
             At every look how many were taken, and the sum of their losses beside the number of
@@ -503,19 +467,19 @@ class PrivateRun(PrivacyReport):
         several: Any = self._take_several if eagerly else self._several()
         given = [tf.constant(part) for part in (rows, indices, np.array(rates))]
         try:
-            told, left = several(*given, list(steps.iterate.values))
+            told, left = several(*given, list(steps.left))
             loss, examples, longest, same, tried = told.numpy()
             is_fine = bool(same and steps.step.is_fine(longest))
             done = range(first + 1, first + int(tried) + is_fine)
             largest = longest if is_fine else 0.0  # else of the step that was refused
             entries = [
-                StepEntry(number, number, int(batch), rate, largest)
+                StepEntry(number, int(batch), rate, largest)
                 for number, batch, rate in zip(done, rows, rates, strict=False)
             ]
-            steps.took(entries, left if same else steps.iterate.values)
+            steps.took(entries, left if same else steps.left)
         except BaseException:  # also of the user, who may go on
             if not steps.is_iterate(keras_api.trained(self._model)):
-                steps.took([StepEntry(first + 1, first + 2)], steps.iterate.values)  # or more
+                steps.took([StepEntry(first + 1)], steps.left)  # or more
                 with contextlib.suppress(UnsupportedRunError):
                     record.invalidate(INTERRUPTED)
             raise
@@ -523,7 +487,7 @@ class PrivateRun(PrivacyReport):
             problem = MOVED if not same else NOT_FINITE if math.isinf(longest) else TOO_LONG
             entries.append(StepEntry(first + len(done), problem=problem))
         for entry in entries:
-            record.add(record.next_batch, entry)
+            record.add(entry, record.next_batch)
         if record.num_batches % self.steps_per_epoch == 0:
             record.check_fixed()
         return np.array([loss, examples])
@@ -533,12 +497,6 @@ class PrivateRun(PrivacyReport):
         self, rows: tf.Tensor, indices: tf.Tensor, rates: tf.Tensor, left: Sequence[tf.Tensor]
     ) -> tuple[tf.Tensor, Sequence[tf.Tensor]]:
         """Takes steps until one is refused.
-
-        Args:
-            rows: Numbers of examples of the batches.
-            indices: Examples of each, and what fills them up.
-            rates: Learning rates.
-            left: Values that the step before left.
 
         Returns:
             Sum of the losses, number of examples, norm of the longest gradient (inf if one is not
@@ -585,7 +543,7 @@ class PrivateRun(PrivacyReport):
 
     def _clipping(self, variables: Any, example: Any, head: HeadRun | None) -> Any:
         if head is not None:
-            return OfHead(head, variables)
+            return attrs.evolve(head, variables=list(variables))
         of_run = self._model, self._losses, variables
         return ThroughLinearLayers.of(*of_run, example) or RowByRow(*of_run)
 
@@ -608,14 +566,6 @@ class PrivateRun(PrivacyReport):
                 "on_epoch_end of a callback."
             )
 
-    def _check_relation(self, state: RunState) -> None:
-        if state.relation is not self.relation:
-            raise UnsupportedRunError(
-                f"The state is of another run: expected neighboring_relation = "
-                f"{state.relation.name}, "
-                f"got {self.relation.name}. Use the settings of before."
-            )
-
     def _weighted(self, declared: Declared) -> Declared:
         """Returns what is declared of the loss, with the weights that an example may have."""
         if self._examples.weights is None or declared == Declared():
@@ -634,7 +584,7 @@ class PrivateRun(PrivacyReport):
 
     @property
     def has_weights(self) -> bool:
-        """Whether classes or examples have weights."""
+        """True if classes or examples have weights."""
         return self._examples.weights is not None
 
     def _restore_order(self, state: RunState) -> None:
@@ -679,12 +629,7 @@ class PrivateRun(PrivacyReport):
         return self.steps.step.noise_multiplier
 
     def target(self, epsilon: float | None, delta: float | None) -> tuple[float, float] | None:
-        """Returns epsilon and delta that the noise is to be found for; None if it is known.
-
-        Raises:
-            UnsupportedRunError, TypeError, ValueError: Noise is known already, or target or noise
-                are missing.
-        """
+        """Returns epsilon and delta that the noise is to be found for; None if it is known."""
         is_given, has_begun = self.settings.noise_multiplier is not None, self._record.has_begun
         if epsilon is None:
             if delta is not None:
@@ -735,13 +680,9 @@ class PrivateRun(PrivacyReport):
 
         Args:
             epochs: Number of epochs that it trains.
-            releases: Whether an iterate is seen after every epoch, and after every step.
+            releases: True if an iterate is seen after every epoch, and after every step.
             target: Epsilon and delta that the noise is to be found for; None if it is known.
-            may_stop: Whether validation data choose the number of epochs, or one of them.
-
-        Raises:
-            UnsupportedRunError: There are more steps than were declared.
-            ValueError: No noise meets the target.
+            may_stop: True if validation data choose the number of epochs, or one of them.
         """
         before = self._record.num_batches
         total = before + max(0, epochs) * self.steps_per_epoch
@@ -765,12 +706,7 @@ class PrivateRun(PrivacyReport):
         self.steps.asked_for = None if before else total
 
     def _take_on_replica(self, rows: Any, indices: Any, rate: Any, left: Any) -> tuple[Any, ...]:
-        """Takes a private step.
-
-        Returns:
-            The losses, targets and outputs of its examples; the longest gradient, and whether
-            nothing else wrote to the variables.
-        """
+        """Takes a private step; returns losses, targets, outputs, and what it tells."""
         indices = indices[: filled(rows, self._multiple)]  # what follows has the size of another
         if self._strategy is not None:
             indices, rows = self._part(indices, rows)

@@ -18,7 +18,7 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     validate,
 )
-from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE, parse_batch_order
+from hidden_state_accountants.events.batch_order import BINS, OF_RANDOM_SIZE, parse_batch_order
 from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.regulariser import regulariser_or_none
 
@@ -82,7 +82,7 @@ class Declared:
 
     @property
     def is_automatic(self) -> bool:
-        """Whether the geometry is still to be read off model and loss."""
+        """True if the geometry is still to be read off model and loss."""
         return self.loss_geometry == AUTO
 
     @property
@@ -92,11 +92,7 @@ class Declared:
 
     @property
     def geometry(self) -> LossGeometry | None:
-        """Geometry of the loss times any weight from 0 to `largest_weight`.
-
-        Values, gradients and second derivatives are those times the weight. It may be 0, so that no
-        strong convexity is left.
-        """
+        """Geometry of the loss times any weight from 0 to `largest_weight`."""
         loss, largest = self.of_loss, self.largest_weight
         if loss is None or largest == 1:
             return loss
@@ -125,22 +121,6 @@ class Declared:
         if loss is None or loss.lipschitz is None:
             return self.gradient_bound * self.largest_weight
         return loss.lipschitz
-
-    def to_plain(self) -> dict[str, Any]:
-        """Plain types; None for what is not known. "auto" has to be read off by then."""
-        bound = self.gradient_bound * self.largest_weight
-        return {
-            "gradient_bound": None if bound == math.inf else bound,
-            "loss_geometry": plain_geometry(self.geometry),
-            "feature_norm": self.feature_norm,
-            "source": self.source,
-        }
-
-    @classmethod
-    def of_plain(cls, plain: Mapping[str, Any]) -> Declared:
-        """Inverse of `to_plain`."""
-        bound = plain["gradient_bound"]
-        return cls(**{**plain, "gradient_bound": math.inf if bound is None else bound})
 
 
 def plain_geometry(geometry: LossGeometry | None) -> dict[str, Any] | None:
@@ -225,10 +205,13 @@ class Settings:
     def _check_adding(self) -> None:
         """Raises where something is computed from the number of examples, which is hidden."""
         if self.order is not BatchOrder.POISSON:
+            why = "one example more or less changes other batches as well"
+            if self.order in BINS:
+                why = "the number of batches follows from the number of examples"
             raise UnsupportedRunError(
                 "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
-                f'ADD_OR_REMOVE_ONE: with batch_order="{self.order.value}" one example more '
-                "or less changes other batches as well. Poisson batches have that relation."
+                f'ADD_OR_REMOVE_ONE: with batch_order="{self.order.value}" {why}. Poisson batches '
+                "have that relation."
             )
         remedy = "Use REPLACE_SPECIAL, whose figures are the same, where that number is public"
         if self.sampling_rate is None:
@@ -252,11 +235,7 @@ class Settings:
         return self.batch_order or BatchOrder.POISSON
 
     def microbatch(self, batch_size: int) -> int:
-        """m, the examples of each microbatch of a batch.
-
-        Raises:
-            UnsupportedRunError: There are none of equal size.
-        """
+        """Returns m, the examples of each microbatch of a batch."""
         number = self.num_microbatches or batch_size
         if batch_size % number:
             raise UnsupportedRunError(
@@ -267,19 +246,11 @@ class Settings:
 
     @property
     def prox_strong_convexity(self) -> float:
-        """The event's."""
+        """Strong convexity of the proximal map, as of the event."""
         return 0.0 if self.prox is None else self.prox.strong_convexity
 
     def with_clip_norm(self, longest: float, why_not: str) -> Settings:
-        """Returns the settings with the number that l2_norm_clip="auto" stands for.
-
-        Args:
-            longest: Bound on the norm of every per-example gradient; inf if unknown.
-            why_not: Reason why it is unknown.
-
-        Raises:
-            UnsupportedRunError: No bound on the gradients is known.
-        """
+        """Returns the settings with the number that l2_norm_clip="auto" stands for."""
         if self.l2_norm_clip != AUTO:
             return self
         if math.isinf(longest):
@@ -290,15 +261,7 @@ class Settings:
         return attrs.evolve(self, l2_norm_clip=math.ceil(longest * 1.00001 * 1e4) / 1e4)
 
     def joined_by(self, optimizer: str, told: Mapping[str, Any]) -> Settings:
-        """These, and what an optimizer with noise says in their place.
-
-        Args:
-            optimizer: Name of the optimizer.
-            told: Arguments by name; None says nothing.
-
-        Raises:
-            UnsupportedRunError: These say something else.
-        """
+        """Returns these, and what an optimizer with noise says in their place."""
         theirs = Settings(**{name: value for name, value in told.items() if value is not None})
         said = {name: getattr(theirs, name) for name in told if told[name] is not None}
         for name, value in said.items():

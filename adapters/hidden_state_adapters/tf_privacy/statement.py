@@ -27,7 +27,7 @@ def compute_last_iterate_privacy_statement(
 
     Args:
         event: The run, declared or recorded by an optimizer, a callback or a model.
-        delta: Where epsilon is read, in [0, 1].
+        delta: Probability where epsilon is read, in [0, 1].
         neighboring_relation: The relation of the guarantee.
 
     Raises:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -57,15 +57,13 @@ class StepEntry:
 
     Attributes:
         steps: Number of steps taken so far.
-        drawn: Number of times that noise was made; in a run that of the steps.
         rows: Number of records in the batch.
         learning_rate: Learning rate that the step used.
         largest_norm: Norm of the longest gradient before clipping.
-        problem: Reason why the next step was refused, which moved nothing; "" if none was.
+        problem: Reason why the next step was refused; "" if none was.
     """
 
     steps: int = 0
-    drawn: int = 0
     rows: int = 0
     learning_rate: float = 0.0
     largest_norm: float = 0.0
@@ -75,21 +73,14 @@ class StepEntry:
 class PrivateStep:
     """Clips to C, adds N(0, (zC)^2), divides, and moves by a rule.
 
-    Attributes:
-        rule: Rule that moves the variables along the noisy mean.
-        variables: Variables that are trained.
-        clip: Clip norm C.
-        noise_multiplier: Noise multiplier z; assigned before the first step, as what follows.
-        norm_bound: Bound that no gradient exceeds, but for rounding.
-        divisor: Constant divisor of the noisy sum; None to divide by the number of rows.
-        blocks: Lists of the variables that move in turn.
+    `noise_multiplier`, `norm_bound` and `blocks` may be assigned before the first step.
 
     Args:
         rule: Rule that moves the variables along the noisy mean.
         variables: Variables that are trained.
         clip: Clip norm C.
         noise_multiplier: Noise multiplier z.
-        divisor: Constant divisor, or None.
+        divisor: Constant divisor of the noisy sum; None to divide by the number of rows.
         kept: Other variables that nobody else may write: moments.
         blocks: Lists of the variables that move in turn; one by default.
 
@@ -136,8 +127,6 @@ class PrivateStep:
     ) -> tuple[ExampleGradients, tf.Tensor, tf.Tensor]:
         """Takes a step of all blocks in turn, on what all replicas find together.
 
-        A block does not move if a gradient is too long or not finite, nor does any after it.
-
         Args:
             passes: Functions that give the gradients of the batch for one block, at the current
                 values.
@@ -159,11 +148,9 @@ class PrivateStep:
                 same: Any = same,
             ) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
                 same = self.is_left(left) if same is None else same
-                along = self.direction(sums, rows)
-                longest = tf.maximum(longest, norm)
-                longest = tf.where(self.rule.is_finite(along), longest, _INFINITE)
-                self.rule.move(block, along, rate, self.is_fine(longest) & same)
-                return longest, same
+                along, is_finite = self.direction(sums, rows)
+                self.rule.move(block, along, rate)
+                return tf.where(is_finite, tf.maximum(longest, norm), _INFINITE), same
 
             longest, same = together(act, *self.sums(found[-1], rows), rows)
         assert same is not None
@@ -175,12 +162,7 @@ class PrivateStep:
         return longest <= tf.constant(limit, tf.float64)
 
     def sums(self, found: ExampleGradients, rows: tf.Tensor) -> tuple[list[list[Any]], tf.Tensor]:
-        """Returns the sums that the rule wants, and the longest gradient, inf if not finite.
-
-        Args:
-            found: Gradients of the batch.
-            rows: Number of examples, which are the first rows.
-        """
+        """Returns the sums that the rule wants, and the longest gradient, inf if not finite."""
         is_example = tf.range(tf.size(found.norms, tf.int64)) < rows
 
         def of_examples(values: tf.Tensor) -> tf.Tensor:
@@ -200,7 +182,7 @@ class PrivateStep:
         return [s + n for s, n in zip(sums, noise, strict=True)]
 
     def direction(self, sums: Sequence[Any], rows: tf.Tensor) -> tuple[list[Any], Any]:
-        """Returns what the rule moves along, and what it keeps."""
+        """Returns the tensors that the rule moves along, and whether what it keeps is finite."""
         divisor = tf.cast(rows if self.divisor is None else self.divisor, tf.float64)
         means = [part / tf.cast(divisor, part.dtype) for part in self._with_noise(sums[0])]
         return self.rule.direction(means, sums[1:], divisor)
@@ -212,59 +194,22 @@ class PrivateStep:
         return [v.read_value() for v in copies([*self.variables, *self._kept])]
 
     def is_left(self, left: Sequence[Any], variables: Sequence[Any] | None = None) -> tf.Tensor:
-        """Returns whether variables have the values that a step left.
-
-        Args:
-            left: Values of `values` then.
-            variables: Variables that are trained now; None for those of before.
-        """
+        """Returns whether variables, if not those of before, have the `values` of a step."""
         now = copies([*(self.variables if variables is None else variables), *self._kept])
         if [v.shape for v in now] != [value.shape for value in left]:
             return tf.constant(False)
-        same = [
-            tf.reduce_all(tf.equal(_bits(v), _bits(value)))
-            for v, value in zip(now, left, strict=True)
-        ]
-        return tf.reduce_all(tf.stack(same))
+        return _are_same(zip(now, left, strict=True))
 
-    def has_left(self, left: Sequence[Any], variable: Any) -> bool:
+    def has_left(self, left: Sequence[Any], variable: Any) -> tf.Tensor:
         """Returns whether one of the variables has the value that a step left."""
         own = {id(copy) for copy in copies([variable])}
         pairs = zip(copies([*self.variables, *self._kept]), left, strict=True)
-        return all(
-            bool(tf.reduce_all(tf.equal(_bits(now), _bits(value))))
-            for now, value in pairs
-            if id(now) in own
-        )
+        return _are_same((now, value) for now, value in pairs if id(now) in own)
 
 
-class Iterate:
-    """What the last step left, held by the host while no step is taken.
-
-    Attributes:
-        last: The last step.
-        values: Values that it left.
-
-    Args:
-        step: The private step.
-    """
-
-    def __init__(self, step: PrivateStep):
-        self._step = step
-        self.stands_at(0, 0)
-
-    def stands_at(self, steps: int, rows: int, largest: float = 0.0) -> None:
-        """Takes the variables of the moment for what so many steps left."""
-        self.last = StepEntry(steps, steps, rows, largest_norm=largest)
-        self.values = self._step.values()
-
-    def is_left(self, variables: Sequence[Any]) -> bool:
-        """Returns whether variables, and what the rule keeps, are as the last step left them."""
-        return bool(self._step.is_left(self.values, variables))
-
-    def lost(self) -> None:
-        """Notes that a call of the device was not finished: steps may have been taken."""
-        self.last = attrs.evolve(self.last, drawn=self.last.drawn + 1)
+def _are_same(pairs: Iterable[tuple[Any, Any]]) -> tf.Tensor:
+    same = [tf.reduce_all(tf.equal(_bits(now), _bits(left))) for now, left in pairs]
+    return tf.reduce_all(tf.stack(same))
 
 
 def _bits(value: Any) -> tf.Tensor:
@@ -287,30 +232,15 @@ TENSORFLOW_PROX = ProxOperations(maximum=tf.maximum, minimum=tf.minimum, group_n
 
 
 class PlainSGD:
-    """SGD with decoupled decay, proximal map and projection.
-
-    Attributes:
-        decay: Weight decay w.
-
-    Args:
-        decay: Weight decay w.
-        prox: Regulariser h, or None.
-        radius: Radius R, or None for no projection.
-    """
+    """SGD with decoupled decay, proximal map and projection."""
 
     def __init__(
         self, *, decay: float = 0.0, prox: Regulariser | None = None, radius: float | None = None
     ):
-        self.decay, self._prox, self._radius = decay, prox, radius
+        self._decay, self._prox, self._radius = decay, prox, radius
 
     def factors(self, norms: tf.Tensor, clip: float, dtype: Any) -> list[tf.Tensor]:
-        """Returns what the gradient of each example is multiplied with, for each sum.
-
-        Args:
-            norms: Norms of the gradients, float64.
-            clip: Clip norm C.
-            dtype: Precision of the gradients.
-        """
+        """Returns the factors of the gradients of all examples, for each sum."""
         bound = tf.constant(clip, tf.float64)
         return [bound / tf.maximum(norms, bound)]
 
@@ -322,90 +252,55 @@ class PlainSGD:
         """Stands where another one stood; ValueError if what that one returned is damaged."""
 
     def direction(self, noisy: list[Any], rests: Sequence[Any], divisor: Any) -> tuple[Any, Any]:
-        """Returns what the update is along, and what the rule keeps.
+        """Returns the tensors to move along, and whether what the rule keeps is finite.
 
         Args:
             noisy: Noisy mean of the clipped gradients.
             rests: Other sums.
             divisor: Divisor of the mean, float64.
         """
-        return noisy, None
+        return noisy, tf.constant(True)
 
-    def is_finite(self, along: tuple[Any, Any]) -> tf.Tensor:
-        """Returns whether what the rule keeps is finite; gradients are looked at elsewhere."""
-        return tf.constant(True)
-
-    def move(
-        self, variables: Sequence[Any], along: tuple[Any, Any], rate: Any, fine: tf.Tensor
-    ) -> None:
-        """Moves the variables if the step is taken.
-
-        Args:
-            variables: Variables that move.
-            along: What `direction` gave.
-            rate: Learning rate.
-            fine: Whether the step is taken.
-        """
-        for gradient, variable in zip(along[0], variables, strict=True):
-            step, old = tf.cast(rate, gradient.dtype), variable.read_value()
-            # tf.cast of the decay would go through float32.
-            kept = old * (1 - step * tf.constant(self.decay, old.dtype)) if self.decay else old
-            new = kept - step * gradient
+    def move(self, variables: Sequence[Any], along: Sequence[Any], rate: Any) -> None:
+        """Moves the variables."""
+        for gradient, variable in zip(along, variables, strict=True):
+            step, new = tf.cast(rate, gradient.dtype), variable.read_value()
+            if self._decay:  # tf.cast of the decay would go through float32
+                new *= 1 - step * tf.constant(self._decay, new.dtype)
+            new -= step * gradient
             if self._prox is not None:
                 new = self._prox.prox(new, step, TENSORFLOW_PROX)
-            # tf.where and not a factor 0: a refused gradient may hold NaN.
-            variable.assign(tf.where(fine, new, old))
+            variable.assign(new)
         if self._radius is not None:
-            project(variables, self._radius, fine)
+            project(variables, self._radius)
 
 
 class AnyOptimizer(PlainSGD):
-    """An optimizer of Keras along the noisy gradients, with its own learning rate and count.
-
-    Args:
-        apply: Function that updates variables along gradients.
-    """
+    """An optimizer of Keras along the noisy gradients, with its own learning rate and count."""
 
     def __init__(self, apply: Callable[[Any, Any], Any]):
         super().__init__()
         self._apply = apply
 
-    def move(
-        self, variables: Sequence[Any], along: tuple[Any, Any], rate: Any, fine: tf.Tensor
-    ) -> None:
+    def move(self, variables: Sequence[Any], along: Sequence[Any], rate: Any) -> None:
         """See `PlainSGD.move`."""
-
-        def update() -> tf.Tensor:
-            self._apply(along[0], variables)
-            return tf.constant(True)
-
-        tf.cond(fine, update, lambda: tf.constant(False))
+        self._apply(along, variables)
 
 
-def project(variables: Sequence[Any], radius: float, is_fine: tf.Tensor) -> None:
-    """Projects the variables together on the ball around 0, unless the step was refused.
+def project(variables: Sequence[Any], radius: float) -> None:
+    """Projects the variables together on the ball around 0, in place.
 
     The radius is lowered by two units of rounding, so that the result lies inside the ball.
-
-    Args:
-        variables: Variables that are projected together, in place.
-        radius: Radius of the ball.
-        is_fine: Whether the step is taken.
     """
     eps = max(float(np.finfo(v.dtype.as_numpy_dtype).eps) for v in variables)
     norm = joint_norm(variables)
     factor = tf.minimum(tf.constant(1.0, tf.float64), radius * (1 - 2 * eps) / norm)
-    factor = tf.where(is_fine, factor, tf.ones_like(factor))
     for variable in variables:
         variable.assign(variable.read_value() * tf.cast(factor, variable.dtype.base_dtype))
 
 
 def check_within(variables: Sequence[Any], radius: float | None) -> None:
-    """Refuses initial variables outside of the ball; None is no ball.
-
-    Raises:
-        UnsupportedRunError: They are.
-    """
+    """Raises UnsupportedRunError for initial variables outside of the ball, if there is one."""
     if radius is None:
         return
     norm = float(joint_norm(variables))
@@ -459,13 +354,6 @@ class Update:
     Plain SGD is done here, by the rule of the event; all else is Keras'. An optimizer with noise of
     this package says in `plain_update` how Keras moves along gradients that have it, and in
     `is_private_sgd` whether that is SGD.
-
-    Args:
-        optimizer: Compiled optimizer.
-        variables: Variables that are trained.
-
-    Raises:
-        UnsupportedRunError: It scales losses.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]):

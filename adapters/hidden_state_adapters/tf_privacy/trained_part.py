@@ -15,13 +15,10 @@ _ADAPTED = {"input_mean": "mean=..., variance=...", "input_bin_boundaries": "bin
 
 
 def check_layers(model: Any) -> None:
-    """Refuses a model whose layers or variables cannot be accounted.
+    """Raises UnsupportedRunError, which names it, for a layer or variable that cannot be accounted.
 
     Keras does not tell which data `adapt` has seen, so constants are the way to say that they do
     not come from the examples.
-
-    Raises:
-        UnsupportedRunError: The text names the layer or variable.
     """
     for layer in model._flatten_layers():
         if isinstance(layer, keras_api.BATCH_NORMALIZATIONS) and layer.trainable:

@@ -1,0 +1,35 @@
+"""A head on twelve unit rows that a private model of Keras trains, where most tests begin."""
+
+import numpy as np
+import tensorflow as tf
+
+from hidden_state_adapters.tf_privacy import HiddenStateSequential
+
+RECORDS, FEATURES, BATCH, STEPS, DELTA = 12, 3, 4, 3, 1e-5
+SGD = tf.keras.optimizers.SGD
+AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
+X = np.random.default_rng(0).normal(size=(RECORDS, FEATURES)).astype("float32")
+X /= np.linalg.norm(X, axis=1, keepdims=True)
+Y = np.arange(RECORDS) % 2
+
+
+def crossentropy(**kwargs):
+    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
+
+
+def head(units=2, **kwargs):
+    return tf.keras.layers.Dense(units, kernel_initializer="ones", **kwargs)
+
+
+def make(optimizer=None, stack=None, *, compile=None, kind=HiddenStateSequential, **settings):
+    """A compiled private model; `compile` holds more of what it is compiled with."""
+    given = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic", **settings}
+    model = kind([head()] if stack is None else stack, **given)
+    model.compile(optimizer or SGD(0.5), **{"loss": crossentropy(), **(compile or {})})
+    return model
+
+
+def fit(model, **kwargs):
+    """Trains an epoch, and returns the model."""
+    model.fit(**{"x": X, "y": Y, "batch_size": BATCH, "verbose": 0, **kwargs})
+    return model
