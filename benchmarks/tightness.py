@@ -271,6 +271,14 @@ _RANDOM: dict[str, Any] = {
     "num_steps": 12,
     "noise_multiplier": 2.0,
 }
+# Few participations, little noise, and steps that the largest batch does not stretch.
+_FEW = {
+    "noise_multiplier": 0.5,
+    "dataset_size": 24,
+    "num_steps": 24,
+    "learning_rate": 0.1,
+    "weight_decay": 1.2,
+}
 _CYCLIC = (
     "Theorem A knows how far an update may stretch distances, not how little it must shrink them. "
     "Where eta M < 1, noise from before the record's batch cannot be erased, which the bound does "
@@ -289,8 +297,9 @@ _DOMAIN = (
     "and in one dimension the projection of the last iterate hides the tails of the last noise."
 )
 _SECRET = (
-    "Theorem A is about the worst run for each place of the record, and that is another run for "
-    "every place; fresh orders are revealed but for the last epoch's."
+    "Theorem A is about the worst run for each place of the record, or for each pattern of its "
+    "batches, and that is another run for every one; fresh orders are revealed but for the last "
+    "epoch's."
 )
 _SAMPLED = (
     "The bound adds up what every step of its window tells, the last iterate has but the sum. No "
@@ -460,18 +469,22 @@ CLASSES = (
     ),
     *(
         Class(
-            f"clipped generalized linear model, weight decay, {order.replace('_', ' ')}",
-            run(batch_order=order, **_RANDOM),
+            f"clipped generalized linear model, weight decay, {order.replace('_', ' ')}"
+            + (", little noise" if changes else ""),
+            run(batch_order=order, **(_RANDOM | changes)),
             zeroed,
             False,
             comment,
             relation=REPLACE_SPECIAL,
         )
-        for order, comment in (
-            ("shuffled_once", _SECRET),
-            ("reshuffled", _SECRET),
-            ("without_replacement", _SAMPLED),
-            ("poisson", _SAMPLED),
+        for order, comment, changes in (
+            ("shuffled_once", _SECRET, {}),
+            ("reshuffled", _SECRET, {}),
+            ("balls_in_bins", _SECRET, {}),
+            ("without_replacement", _SAMPLED, {}),
+            ("without_replacement", _SECRET, _FEW),
+            ("poisson", _SAMPLED, {}),
+            ("poisson", _SECRET, _FEW),
         )
     ),
 )

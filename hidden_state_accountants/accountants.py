@@ -134,14 +134,11 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         raise NotImplementedError
 
     def compose(self, event: dp_accounting.DpEvent, count: int = 1) -> Any:
-        """Accounts for `count` runs of `event`; a failure changes nothing.
+        """Accounts for `count` runs of `event`, each on its own; a failure changes nothing.
 
         Args:
             event: A `LastIterateDpEvent`, a standard event, or a composition of those.
-            count: How often it runs, each time on its own.
-
-        Returns:
-            The accountant.
+            count: Number of runs.
 
         Raises:
             TypeError: `event` is not a DpEvent or `count` not an int.
@@ -193,22 +190,14 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
         return with_changes(self._run_guarantee(event), event, relation)
 
     def get_epsilon(self, target_delta: float) -> float:
-        """The smallest proved epsilon of everything composed.
+        """The smallest proved epsilon of everything composed, at a delta in [0, 1].
 
-        Args:
-            target_delta: In [0, 1].
-
-        Returns:
-            0 before anything is composed, inf after a non-private event or zero noise.
+        It is 0 before anything is composed, and inf after a non-private event or zero noise.
         """
         return self._composed.curve_of_groups.epsilon(validate.target_delta(target_delta))
 
     def get_delta(self, target_epsilon: float) -> float:
-        """The smallest proved delta of everything composed.
-
-        Args:
-            target_epsilon: In [0, inf].
-        """
+        """The smallest proved delta of everything composed, at an epsilon in [0, inf]."""
         return self._composed.curve_of_groups.delta(validate.target_epsilon(target_epsilon))
 
     @property
@@ -256,8 +245,8 @@ class LastIterateAccountant(_LastIterateBase):
     Args:
         neighboring_relation: REPLACE_SPECIAL (a record is replaced by one with zero gradient),
             REPLACE_ONE, or ADD_OR_REMOVE_ONE (FULL and POISSON batches only).
-        group_size: How many records one person has at most: all figures are then about data sets
-            that differ in that many (docs/theory/theorem_a.md).
+        group_size: Number of records that one person has at most: all figures are then about data
+            sets that differ in that many (docs/theory/theorem_a.md).
     """
 
     def _run_guarantee(self, event: dp_accounting.DpEvent) -> Guarantee:

@@ -1,4 +1,4 @@
-"""What would lower the epsilon of a run of SGD: each change with the accountant's own figure.
+"""Changes that would lower the epsilon of a run of SGD, each with the accountant's own figure.
 
 A step that stretches distances is named first. Then come the changes that cost no accuracy: a
 secret order, Poisson batches, a constant rate, a clip norm that does not act; then all others.
@@ -51,15 +51,8 @@ def single_changes(
 ) -> tuple[tuple[str, float], ...]:
     """(description, epsilon) of the run with one thing changed, each by `best_guarantee`.
 
-    Args:
-        event: Run.
-        relation: Neighboring relation.
-        delta: Delta where epsilon is read.
-        now: Epsilon of the run itself.
-
-    Returns:
-        The changes that lower epsilon by a hundredth at least: a rate that stretches no distance,
-        what costs no accuracy, the rest; of each kind the most helpful one first.
+    Named are those that lower the epsilon of now by a hundredth at least: a rate that stretches no
+    distance, what costs no accuracy, the rest; of each kind the most helpful one first.
     """
 
     def epsilon(run: LastIterateDpEvent) -> float:
@@ -80,13 +73,7 @@ def single_changes(
 def report_lines(
     event: dp_accounting.DpEvent, relation: NeighboringRelation, delta: float
 ) -> list[str]:
-    """The changes of `single_changes`, a line each, beside the epsilon of the run.
-
-    Args:
-        event: The run that happened.
-        relation: Relation of the guarantee.
-        delta: Where epsilon is read.
-    """
+    """The changes of `single_changes` of a run that happened, a line each, beside its epsilon."""
     if not isinstance(event, LastIterateDpEvent):
         return []
     now = best_guarantee(event, relation).epsilon(delta)
@@ -192,10 +179,8 @@ def why_nothing_contracts(event: LastIterateDpEvent, relation: NeighboringRelati
 def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
     """One line on a run whose update does not contract; empty if it does or is projected.
 
-    The run is looked at for ten epochs, or fewer if that is more than 50,000 steps.
-
     Args:
-        event: One step of the run with its first hyper-parameters.
+        event: One step of the run. Ten epochs of such steps are looked at, or 50,000 steps.
         relation: The neighbouring relation.
     """
     reason = why_nothing_contracts(event, relation)

@@ -63,7 +63,7 @@ def calibrate_noise(
         delta: In (0, 1).
         make_event: Maps a noise multiplier to a run; or a run whose own is replaced (noise_std of a
             DiceSgdDpEvent, noise_variance of a BlockCoordinateDpEvent).
-        neighboring_relation: Of the default accountant.
+        neighboring_relation: Relation of the default accountant.
         make_accountant: Makes a fresh accountant, for groups of records for example;
             `LastIterateAccountant` by default.
         tolerance: Relative, in [1e-12, 0.5].
@@ -207,7 +207,7 @@ class _Target:
         return min((v for v in self.seen if self.meets(v)), key=lambda v: abs(v - misses))
 
     def check_monotone(self) -> None:
-        """Whether epsilon moved in one direction only, which the bisection relies on."""
+        """Raises ValueError unless epsilon moved in one direction only, as the bisection needs."""
         grows = self.name == "epochs"
         for before, after in itertools.pairwise(sorted(self.seen, reverse=grows)):
             if self.seen[after] > self.seen[before] * (1 + _ROUNDING) + _ROUNDING:
@@ -236,7 +236,7 @@ def gaussian_log_mu(epsilon: float, delta: float) -> float:
 
 
 def _less_noise(target: _Target, meets: float) -> float:
-    """Where the target is only just met if the guarantee is Gaussian."""
+    """The noise that only just meets the target if the guarantee is Gaussian."""
     if target.epsilon_of(meets) == 0:  # says nothing about how far away the target is
         return meets / _STEP
     return meets * max(math.exp(target.log_mu(meets)), 1 / _STEP)

@@ -1,4 +1,4 @@
-"""Whether a script would gain: one run, accounted by all its iterates and by the last one."""
+"""The gain of a script: one run, accounted by all its iterates and by the last one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is proved about a run: a privacy curve with its theorem and its assumptions."""
+"""Guarantees: a privacy curve with its theorem and its assumptions."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
 
 from hidden_state_accountants import validate
-from hidden_state_accountants.citation import Citation
 from hidden_state_accountants.curves import transformed
 from hidden_state_accountants.curves.base import Curve, known_of
 from hidden_state_accountants.events.plain_types import plain
@@ -43,7 +42,7 @@ class Status(enum.Enum):
 
 
 class Topic(enum.Enum):
-    """What an assumption is about: one that says more replaces those of its topic.
+    """Topic of an assumption: one that says more replaces those of its topic.
 
     See `replace_assumptions`. Neither the text of an assumption nor its place in a list ever
     decides anything.
@@ -106,6 +105,19 @@ _VOUCHED = {
 }
 
 
+@attrs.frozen
+class Citation:
+    """Source of a bound."""
+
+    authors: str
+    theorem: str
+    arxiv: str | None = None
+
+    def __str__(self) -> str:
+        source = f", arXiv {self.arxiv}" if self.arxiv else ""
+        return f"{self.authors}, {self.theorem}{source}"
+
+
 @attrs.frozen(repr=False)
 class Guarantee:
     """A proved privacy guarantee of everything that was released.
@@ -137,7 +149,7 @@ class Guarantee:
 
     @property
     def is_of_groups(self) -> bool:
-        """Whether it is about data sets that differ in several records."""
+        """True if it is about data sets that differ in several records."""
         return self.group_size > 1
 
     @property
@@ -350,7 +362,7 @@ def change_lines(epsilon: float, changes: Iterable[tuple[str, float]]) -> list[s
 
 
 def cited(theorem: str, paper: Citation) -> str:
-    """How a guarantee names a theorem of a paper."""
+    """Name that a guarantee gives to a theorem of a paper."""
     return f"{theorem} ({paper.authors}, arXiv {paper.arxiv})"
 
 

@@ -1,4 +1,4 @@
-r"""Which run to train a linear model with, for a given epsilon: order, batches, clip, rate, noise.
+r"""Recommended runs of a linear model, for a given epsilon: order, batches, clip, rate, noise.
 
 The recipe is fixed in advance and looks at no record, so that it costs no privacy. With features
 of norm 1, :math:`\mu` the Gaussian parameter of the target, n records, clip norm C and T steps, the

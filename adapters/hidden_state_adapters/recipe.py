@@ -25,11 +25,11 @@ from hidden_state_accountants import (
     UnsupportedRunError,
     validate,
 )
+from hidden_state_accountants.bounds.assumptions import ONE_EXAMPLE, PUBLIC_CALLS
 from hidden_state_accountants.calibration import gaussian_log_mu
 from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import Topic, replace_assumptions
 from hidden_state_accountants.ledger import active_budget, budget_at
-from hidden_state_accountants.runs.assumptions import ONE_EXAMPLE, PUBLIC_CALLS
 from hidden_state_adapters import temperature
 from hidden_state_adapters.own_noise import OWN_NOISE, OwnGenerator
 from hidden_state_adapters.public_numbers import warn_of_delta

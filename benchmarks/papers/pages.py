@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from hidden_state_accountants.plotting import new_figure
+from hidden_state_accountants.comparing import new_figure
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / "results"
 TITLES = {

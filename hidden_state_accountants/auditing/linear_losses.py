@@ -158,10 +158,7 @@ def released_shifts(event: LastIterateDpEvent) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mu_by_position(event: LastIterateDpEvent) -> np.ndarray:
-    """The mu of all releases of a FULL or CYCLIC run, per position of the record.
-
-    For a record that contributes the gradient bound to every batch that holds it, against none.
-    """
+    """The mu of all releases of a FULL or CYCLIC run per position, of a record against none."""
     shift, segment = released_shifts(event)
     period = 1 if event.batch_order is BatchOrder.FULL else event.batches_per_epoch
     key = segment * period + np.arange(event.num_steps) % period

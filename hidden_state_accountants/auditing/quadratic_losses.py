@@ -160,15 +160,9 @@ def quadratic_runs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Runs on quadratic losses that stay in the class of the event most of the time.
 
-    The record, in the batch `position`, has a constant gradient. The losses of all others have
-    their minimum at the start 0, and a curvature.
-
-    Args:
-        event: A FULL or CYCLIC run.
-        position: Position of the record.
-        gradients: The gradient of the record on the two data sets, in gradient bounds.
-        rest: Curvatures of the other records; shape (runs,).
-        before: Their curvatures in the batch before that of the record; shape (runs,).
+    The record, in the batch `position`, has a constant gradient: `gradients` on the two data sets,
+    in gradient bounds. The losses of the others have their minimum at the start 0 and the curvature
+    `rest`, in the batch before that of the record `before`; shape (runs,).
 
     Returns:
         The mu of all releases together, if the losses were quadratic everywhere; bounds on the

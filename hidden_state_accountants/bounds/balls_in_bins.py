@@ -81,9 +81,9 @@ class BallsInBins(HiddenStateBound):
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The pair of the law of the distance to the run without the record."""
         is_replaced = relation is NeighboringRelation.REPLACE_ONE
-        process, failure = _process(event, relation)
         # From the run without either record each of the two is one gradient away.
-        to_none = attrs.evolve(process, sensitivity=process.sensitivity / (1 + is_replaced))
+        of_none = NeighboringRelation.REPLACE_SPECIAL if is_replaced else relation
+        to_none, failure = _process(event, of_none)
         is_one_draw = event.batch_order is BatchOrder.BALLS_IN_BINS
 
         def hidden(law: GaussianMixtureCurve) -> Curve:
@@ -91,8 +91,10 @@ class BallsInBins(HiddenStateBound):
 
         if is_one_draw:
             curves = [hidden(_law_of_one_draw(to_none))]
-            if is_replaced and process.domain_diameter < math.inf:
-                curves.append(_law_of_one_draw(process))  # which a domain may cut
+            if is_replaced and to_none.domain_diameter < math.inf:
+                curves.append(
+                    _law_of_one_draw(_process(event, relation)[0])
+                )  # which a domain may cut
         else:
             curves = _of_draws(to_none, hidden)
         return Proof(
@@ -108,7 +110,9 @@ def _process(
     every = noisy_process(event, relation, event.dataset_size + 1)
     largest, failure = likely_size(event, relation)
     likely = noisy_process(event, relation, largest)
-    if event.max_batch_size is None and np.array_equal(every.contraction, likely.contraction):
+    shown = slice(1 if every.is_constant else None)
+    is_equal = np.array_equal(every.contraction[shown], likely.contraction[shown])
+    if event.max_batch_size is None and is_equal:
         return every, 0.0
     return likely, failure
 
@@ -120,11 +124,10 @@ def _law_of_one_draw(process: NoisyProcess) -> GaussianMixtureCurve:
 def _of_draws(process: NoisyProcess, hidden: _Hidden) -> list[Curve]:
     """The bounds that are asked where every epoch has a draw of its own, as for RESHUFFLED."""
     over_ends, is_one_segment = carried(process), not process.release_steps
-    expands = bool((process.contraction > 1).any())
     curves = [] if over_ends is None else [hidden(over_ends)]
-    if over_ends is None or expands or process.domain_diameter < math.inf:
+    if over_ends is None or process.expands or process.domain_diameter < math.inf:
         curves.append(epoch_by_epoch(process, hidden))
-    if is_one_segment and process.is_constant and not expands:
+    if is_one_segment and process.is_constant and not process.expands:
         curves.append(hidden(late_participations(process)))
     elif is_one_segment:
         last, distance = last_epochs(process)

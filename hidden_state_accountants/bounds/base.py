@@ -12,12 +12,17 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
 from hidden_state_accountants.bounds import assumptions
-from hidden_state_accountants.citation import Citation
 from hidden_state_accountants.curves.base import Curve
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.guarantee import Assumption, Guarantee, cited, replace_assumptions
+from hidden_state_accountants.guarantee import (
+    Assumption,
+    Citation,
+    Guarantee,
+    cited,
+    replace_assumptions,
+)
 from hidden_state_accountants.process import conditions
 from hidden_state_accountants.process.conditions import Unmet, UnmetCondition
 
@@ -150,13 +155,9 @@ class Bound(abc.ABC):
 
 @attrs.frozen
 class HiddenStateBound(Bound):
-    """A bound on `LastIterateDpEvent` that relies on what is not released.
+    """A bound on `LastIterateDpEvent` that relies on hidden iterates, in batches of the `orders`.
 
-    Attributes:
-        orders: Batch orders that are covered.
-        is_linear: True if the gradient of the loss has to be Lipschitz.
-        is_hoelder: True if the loss has to be one with a Hölder gradient.
-        needs_domain: True if the iterates have to be in a bounded domain.
+    It says whether it needs a Lipschitz gradient, a Hölder gradient, or a bounded domain.
     """
 
     event_type = LastIterateDpEvent

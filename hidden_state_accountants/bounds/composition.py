@@ -139,16 +139,18 @@ def composed_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> 
 
 @functools.lru_cache(maxsize=6)
 def composed_bins(event: LastIterateDpEvent, relation: NeighboringRelation) -> Curve:
-    """All steps of balls in bins, with every iterate released: every draw is a mechanism.
-
-    Every bin counts as much as the worst one.
-    """
+    """All steps of balls in bins, all iterates released: every draw is as bad as its worst bin."""
     bins, is_replaced = event.batches_per_epoch, relation is _REPLACE_ONE
-    squares = np.broadcast_to(record_mus(event) ** 2, event.num_steps)
-    epochs = np.pad(squares, (0, -event.num_steps % bins)).reshape(-1, bins)
-    if event.batch_order is BatchOrder.BALLS_IN_BINS:
-        epochs = epochs.sum(axis=0, keepdims=True)
-    mus, counts = _levels(np.sqrt(epochs.max(axis=1)))
+    is_one_draw = event.batch_order is BatchOrder.BALLS_IN_BINS
+    if event.has_schedules:
+        squares = np.pad(record_mus(event) ** 2, (0, -event.num_steps % bins)).reshape(-1, bins)
+        if is_one_draw:
+            squares = squares.sum(axis=0, keepdims=True)
+        mus, counts = _levels(np.sqrt(squares.max(axis=1)))
+    else:
+        mus, counts = record_mus(event)[:1], np.array([-(-event.num_steps // bins)])
+        if is_one_draw:
+            mus, counts = mus * np.sqrt(counts), np.ones(1, dtype=int)
     return compose_curves(
         [
             (bins_curve(mu, bins, is_replaced=is_replaced), count)
@@ -174,15 +176,11 @@ def _fewer(mus: np.ndarray, counts: np.ndarray, apart: float) -> tuple[np.ndarra
 
 
 def step_curve(event: LastIterateDpEvent, relation: NeighboringRelation, mu: float) -> Curve:
-    """The curve of one step.
+    """The curve of one step of a POISSON or WITHOUT_REPLACEMENT run.
 
     The pair is ordered where its directions differ: the data set with the record comes first, in
-    every step, so that steps compose in each of the two orders.
-
-    Args:
-        event: A POISSON or WITHOUT_REPLACEMENT run.
-        relation: One that makes sense for it.
-        mu: The gradient bound over the noise of the step, in (0, inf).
+    every step, so that steps compose in each of the two orders. mu is the gradient bound over the
+    noise of the step, in (0, inf).
     """
     rate = event.sampling_probability
     if rate == 1:  # nothing is drawn

@@ -23,6 +23,7 @@ from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Pro
 from hidden_state_accountants.bounds.shifted_interpolation import (
     distance_anywhere,
     distance_before_tail,
+    largest_distance,
     mu_squared_by_position,
     segment_mu_squared,
 )
@@ -142,10 +143,9 @@ class Reshuffled(HiddenStateBound):
         process = noisy_process(event, relation)
         over_ends = carried(process)
         curves: list[Curve] = [] if over_ends is None else [over_ends]
-        expands = bool((process.contraction > 1).any())
-        if over_ends is None or expands or process.domain_diameter < math.inf:
+        if over_ends is None or process.expands or process.domain_diameter < math.inf:
             curves.append(epoch_by_epoch(process))
-        if process.is_constant and not process.release_steps and not expands:
+        if process.is_constant and not process.release_steps and not process.expands:
             curves.append(late_participations(process))
         theorem = self.cited("Theorem A averaged over the secret order of each epoch")
         hidden = _hidden_in_the_last_epochs(event, relation, process)
@@ -179,20 +179,22 @@ def _hidden_in_the_last_epochs(
 
 
 def last_epochs(process: NoisyProcess, number: int = 1) -> tuple[NoisyProcess, float]:
-    """The steps of so many, and the largest distance that those before them leave.
+    """The steps of the last epochs, and the largest distance that those before them leave.
 
     The process is one without releases.
     """
-    period = process.period
+    period, distance = process.period, 0.0
     start = max(0, -(-process.num_steps // period) - number) * period
-    shape = -1, period
-    moduli = process.contraction[:start].reshape(shape)
-    later = np.ones_like(moduli)
-    later[:, :-1] = np.cumprod(moduli[:, :0:-1], axis=1)[:, ::-1]
-    largest = (process.sensitivity[:start].reshape(shape) * later).max(axis=1)
-    distance = 0.0
-    for whole, own in zip((moduli[:, 0] * later[:, 0]).tolist(), largest.tolist(), strict=True):
-        distance = (whole * distance + own) * (1 + 4e-16 * (period + 4))
+    if process.is_constant:
+        c, sensitivity = float(process.contraction[0]), float(process.sensitivity[0])
+        distance = largest_distance(c, sensitivity, period, start) * (1 + 1e-9)
+    else:
+        moduli = process.contraction[:start].reshape(-1, period)
+        later = np.ones_like(moduli)
+        later[:, :-1] = np.cumprod(moduli[:, :0:-1], axis=1)[:, ::-1]
+        largest = (process.sensitivity[:start].reshape(-1, period) * later).max(axis=1)
+        for whole, own in zip((moduli[:, 0] * later[:, 0]).tolist(), largest.tolist(), strict=True):
+            distance = (whole * distance + own) * (1 + 4e-16 * (period + 4))
     return process.from_step(start), min(distance, process.domain_diameter)
 
 
@@ -207,10 +209,7 @@ def mean_over_places(mus: np.ndarray) -> GaussianMixtureCurve:
 
 
 def carried(process: NoisyProcess) -> GaussianMixtureCurve | None:
-    """Distances that are carried over the ends of epochs.
-
-    None if there is one epoch, releases divide one, or no noise hides a position.
-    """
+    """Distances carried over the ends of epochs; None for one, releases inside, or no noise."""
     if process.num_steps <= process.period:
         return None
     if any(step % process.period for step in process.release_steps):
@@ -227,12 +226,7 @@ def carried(process: NoisyProcess) -> GaussianMixtureCurve | None:
 def epoch_by_epoch(
     process: NoisyProcess, of_law: Callable[[GaussianMixtureCurve], Curve] = lambda law: law
 ) -> Curve:
-    """Shifts that are used up by the end of each epoch.
-
-    Args:
-        process: Of the run.
-        of_law: Makes the curve of an epoch from the places' Gaussian ones.
-    """
+    """Shifts that are used up by the end of each epoch; `of_law` makes the curve of one epoch."""
     period, steps = process.period, process.num_steps
     mixtures: dict[tuple[float, ...], tuple[Curve, int]] = {}
     known: dict[tuple[int, ...], np.ndarray] = {}

@@ -29,11 +29,11 @@ from hidden_state_accountants.curves.base import (
     GaussianMixtureCurve,
     SquareRootCurve,
     best_curve,
+    epsilon_from_rdp,
     with_delta,
 )
 from hidden_state_accountants.curves.by_profile import sampled_curve, zeroed_without_replacement
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.renyi import epsilon_from_rdp
 from hidden_state_accountants.curves.standard import EventCurve
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
@@ -158,10 +158,8 @@ def _unmet_by_theorem_3_7(event: DiceSgdDpEvent, relation: NeighboringRelation) 
 class Effect:
     """Effect of one record, in units of the mean update.
 
-    Attributes:
-        step: c: how far it moves the clipped mean of a batch that holds it.
-        deposit: h: how much such a batch adds to the difference of the errors.
-        radius: C2.
+    A batch that holds it moves the clipped mean by `step` (c) and adds `deposit` (h) to the
+    difference of the errors, of which none is longer than `radius` (C2).
     """
 
     step: float
@@ -247,10 +245,7 @@ def _subsampled(event: DiceSgdDpEvent, effect: Effect, other_epsilon: float) -> 
 
 
 def _split(event: DiceSgdDpEvent, effect: Effect, budget: float) -> Curve:
-    """The subsampled Gaussian with a share of the noise variance, the error's part with the rest.
-
-    Any share is valid; Renyi divergences choose.
-    """
+    """The subsampled Gaussian with a share of the noise variance, chosen by Renyi divergences."""
 
     def curve(share: float) -> Curve:
         step = dp_accounting.PoissonSampledDpEvent(

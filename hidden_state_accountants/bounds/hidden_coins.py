@@ -38,7 +38,7 @@ from hidden_state_accountants.process.stretching import likely_size
 _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _REPLACE_SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 _MOST_NOISE = {BatchOrder.POISSON: 1.25, BatchOrder.WITHOUT_REPLACEMENT: 2.5}
-_MANY_PARTICIPATIONS = 4.0  # for each squared unit of noise, without replacement
+_MANY_PARTICIPATIONS = 1.6  # for each squared unit of noise, without replacement
 _MOST_SHAPES = 3  # of segments
 _NEARLY_ONE = 4.0  # T (1 - c) up to which the law for c = 1 is asked; it is enough if more than
 _DENSE = 20.0  # times the square of that participations are expected
@@ -60,8 +60,8 @@ class HiddenCoins(HiddenStateBound):
         larger one (a cap that acts included) adds to delta.
       - The law of the distance is rounded up: 2 to 10 percent of epsilon.
       - Not asked where Theorem C or composition is smaller (noise multipliers above 1.25; without
-        replacement above 2.5 and half the root of the expected participations), for microbatches
-        and segments of more than three lengths. A bounded domain is not used.
+        replacement above 2.5 and .8 times the root of the expected participations), for
+        microbatches and segments of more than three lengths. A bounded domain is not used.
       - Assumptions: Theorem A's, in batches without replacement for every record; batches
         independent of the data and never published.
 

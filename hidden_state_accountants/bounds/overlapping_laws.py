@@ -99,13 +99,9 @@ class OverlappingLaws(HiddenStateBound):
 class _Steps:
     """Steps of which none is worse than this one; lengths in units of the noise.
 
-    Attributes:
-        contraction: An upper bound on c of every step.
-        sensitivity: An upper bound on s of a step whose batch holds the record.
-        distance: The domain's diameter: no two states are farther apart. How far apart two runs
-            with the same noise are does not matter here: states that are left over when the laws
-            are matched are no such runs, and may be at opposite ends.
-        period: Steps from one participation to the next.
+    No two states are farther apart than `distance`, the domain's diameter. The distance of two runs
+    with the same noise does not matter: states that are left over when the laws are matched are no
+    such runs, and may be at opposite ends. The record takes part once in `period` steps.
     """
 
     contraction: float
@@ -214,11 +210,9 @@ def _of_windows(steps: _Steps, first: bool) -> Curve:
 
 @attrs.frozen(eq=False)
 class StateProfile:
-    """Upper bounds on the divergences of two laws, in both directions; a convex polygon.
+    """Upper bounds on sup_S P(S) - e^epsilon Q(S) of two laws in both directions; a convex polygon.
 
-    Attributes:
-        epsilons: The nodes, ascending from 0.
-        deltas: sup_S P(S) - e^epsilon Q(S) there, falling.
+    Its nodes, `epsilons`, ascend from 0.
     """
 
     epsilons: np.ndarray
@@ -232,16 +226,16 @@ class StateProfile:
 
     @property
     def curve(self) -> ProfileCurve:
-        """What it says of the two laws."""
+        """The curve of the two laws."""
         return polygon_curve(self.epsilons, self.deltas)
 
     def after(self, same: Deltas, apart: Deltas, reach: float = 0.0) -> StateProfile:
         """The profile after a window.
 
         Args:
-            same: The profile of the window from one state, at any real epsilon.
+            same: The profile of the window from one state, at any real epsilon below `reach`.
             apart: The profile from any two states of the domain; nowhere below `same`.
-            reach: Where `same` is negligible.
+            reach: The epsilon from which `same` is negligible.
         """
         at = np.linspace(0.0, self.epsilons[-1] + reach, _NODES)
         losses, first, second = self._masses()

@@ -124,10 +124,7 @@ class ShiftedInterpolation(HiddenStateBound):
 
 
 def position_mus(event: LastIterateDpEvent, relation: NeighboringRelation) -> np.ndarray:
-    """A mu for the records of each batch of an epoch, shape (batches of an epoch,).
-
-    By Theorem A, or by composition where the loss has no linear modulus.
-    """
+    """A mu for the records of each batch of an epoch; by composition without a linear modulus."""
     period, steps = event.batches_per_epoch, event.num_steps
     if not unmet_conditions(event, relation):
         mus = np.sqrt(mu_squared_by_position(noisy_process(event, relation)))
@@ -158,10 +155,7 @@ def worst_mu_squared(process: NoisyProcess) -> float:
 
 
 def mu_squared_by_position(process: NoisyProcess) -> np.ndarray:
-    """mu**2 of everything released, for each of `process.positions` of the record.
-
-    See `segment_mu_squared`: of many positions without windows.
-    """
+    """mu**2 of all that is released per position of the record; of many without windows."""
     positions = process.positions
     if len(positions) == 1:
         return np.array([_mu_squared_at(process, positions[0])])
@@ -215,7 +209,7 @@ def _without_windows(
 
 
 def _may_be_cut(process: NoisyProcess, num_steps: int) -> bool:
-    """Whether, in equal steps, the domain or the bounded drift could ever be smaller."""
+    """Returns whether, in equal steps, the domain or the bounded drift could ever be smaller."""
     c, s = float(process.contraction[0]), float(process.sensitivity[0])
     kappa, drift = float(process.drift_contraction[0]), float(process.drift[0])
     largest = largest_distance(c, s, process.period, num_steps)
@@ -253,7 +247,7 @@ def distance_anywhere(
 
 
 def distance_before_tail(process: NoisyProcess, num_steps: int) -> float:
-    """What `distance_anywhere` is at most after `num_steps` equal steps, rounded up."""
+    """The largest `distance_anywhere` after `num_steps` equal steps, rounded up."""
     kappa, drift = float(process.drift_contraction[0]), float(process.drift[0])
     if kappa == 1:
         moved = drift * num_steps
@@ -267,7 +261,7 @@ def distance_before_tail(process: NoisyProcess, num_steps: int) -> float:
 def largest_distance(contraction: float, sensitivity: float, period: int, num_steps: int) -> float:
     """No two runs are farther apart after any number of steps up to `num_steps`."""
     participations = -(-num_steps // period)
-    if not sensitivity:
+    if not sensitivity or not num_steps:
         return 0.0
     if contraction == 1:
         return sensitivity * participations
@@ -369,7 +363,7 @@ def _uncut_distances(
 def _known_shift(
     process: NoisyProcess, steps: slice, sensitivity: np.ndarray, initial: float
 ) -> np.ndarray | None:
-    """Where to start: the distances that the domain or the drift cuts; None if nowhere.
+    """The distances that the domain or the drift cuts, where windows may start; None if nowhere.
 
     Where the drift cuts the first step of a window, kappa D + drift has to be shifted there instead
     of c D + s; the entry is the smaller distance that costs as much. Entries that contraction and

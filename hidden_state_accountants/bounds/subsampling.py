@@ -36,10 +36,10 @@ from hidden_state_accountants.bounds.shifted_interpolation import (
     largest_distance,
     tracked_distances,
 )
-from hidden_state_accountants.bounds.solvers.quick_losses import Window
-from hidden_state_accountants.bounds.solvers.sampled_windows import (
+from hidden_state_accountants.bounds.solvers.windows import (
     Plan,
     SampledSteps,
+    Window,
     Windows,
     best_plan,
     moved,
@@ -80,11 +80,9 @@ _SMALL_DELTA = 1e-7  # from here on a second plan counts beside the first one
 
 @attrs.frozen
 class Target:
-    """What a run is planned for.
+    """Purpose of a plan: windows are compared at `delta`, and are about as good at others.
 
-    Attributes:
-        delta: Where windows are compared; they are about as good for others.
-        failure: The probability that the sizes of the batches may be others: added to delta.
+    The sizes of the batches may be others with probability `failure`, which adds to delta.
     """
 
     delta: float
@@ -148,7 +146,7 @@ def _for_small_deltas(event: LastIterateDpEvent, relation: NeighboringRelation) 
 def _planned(
     event: LastIterateDpEvent, relation: NeighboringRelation, target: Target = USUAL
 ) -> _SampledRun:
-    """What is planned about a run.
+    """Plans a run.
 
     Equal steps are planned up to the next power of two, so that a run that goes on keeps its plan.
     (Not if there is a cap, which acts with a probability that counts.)
@@ -184,7 +182,7 @@ class _Plans:
         self._found: dict[Hashable, Plan | None] = {}
 
     def of(self, key: Hashable, search: Callable[[], Plan | None]) -> Plan | None:
-        """What was found for the key, or is found now."""
+        """The plan that was searched for the key, now if it was not before."""
         found = self._found.pop(key) if key in self._found else search()
         self._found[key] = found  # the latest is the last one
         while len(self._found) > _MOST_PLANS:
@@ -196,11 +194,7 @@ _PLANS = _Plans()
 
 
 def _at_a_level(event: LastIterateDpEvent) -> tuple[LastIterateDpEvent, float]:
-    """The run with the nearest one of few levels of noise, for which a plan is nearly as good.
-
-    Returns:
-        The run, the same for all noise of a level, and about the factor by which its noise differs.
-    """
+    """The run at the nearest of few levels of noise, whose plan is about as good, and the ratio."""
     noise = event.noise_multiplier
     first = noise.values[0] if isinstance(noise, Schedule) else noise
     if not first:
@@ -211,7 +205,7 @@ def _at_a_level(event: LastIterateDpEvent) -> tuple[LastIterateDpEvent, float]:
 
 
 def _as_many(length: int, found: Counter[tuple[int, int]]) -> int:
-    """As many segments of a length as a run amounts to, about, so that few are planned."""
+    """About as many segments of a length as a run amounts to, so that few are planned."""
     number = sum(
         count * min(1.0, (stop - start) / length) for (start, stop), count in found.items()
     )
@@ -220,15 +214,10 @@ def _as_many(length: int, found: Counter[tuple[int, int]]) -> int:
 
 @attrs.frozen(eq=False)
 class _SampledRun:
-    """A run, and what is planned about its batches.
+    """A run, or a longer one of the same steps, and the plan of its batches.
 
-    Attributes:
-        event: The run, or a longer one of the same steps.
-        relation: The neighbouring relation.
-        process: With the moduli of the largest batch.
-        stretching: Bounds on products of moduli.
-        failure: The probability that the batches are not as planned.
-        target: What they are planned for.
+    The process has the moduli of the largest batch; `stretching` bounds products of moduli. The
+    batches are not as planned with probability `failure`.
     """
 
     event: LastIterateDpEvent
@@ -302,16 +291,11 @@ class _SampledRun:
         return self.curve_of(window_of(steps, plan))
 
     def plan(self, start: int, stop: int, steps: SampledSteps, alike: int = 1) -> Plan | None:
-        """A window that is about the best in a segment; None if the whole segment is better.
+        """About the best window of a segment; None if the whole segment is better.
 
         Few plans are searched for: of equal steps that of the next power of two, as what holds with
-        a plan for a longer run holds for a shorter one, whose distance is no larger.
-
-        Args:
-            start: The step before the segment.
-            stop: Its last step.
-            steps: `segment` of it.
-            alike: How many segments like it are composed.
+        a plan for a longer run holds for a shorter one, whose distance is no larger. `alike` is the
+        number of such segments that are composed.
         """
         if self.process.is_constant:
             longer = 2 ** math.ceil(math.log2(stop - start))
@@ -345,9 +329,9 @@ class _SampledRun:
         )
 
     def _looked_at(self, num_steps: int, forgotten: float = _FORGOTTEN) -> tuple[int, float]:
-        """How many steps, from the end, windows are searched in, and the distance before them.
+        """The number of last steps that windows are searched in, and the distance before them.
 
-        That is, so many that the distance before them leaves no more than a share `forgotten`.
+        The distance before so many leaves no more than a share `forgotten`.
         """
         if not self.process.is_constant:
             return num_steps, 0.0
@@ -363,7 +347,7 @@ class _SampledRun:
         return num_steps, 0.0
 
     def curve_of(self, window: Window) -> Curve:
-        """What dominates a segment, as a curve."""
+        """The curve of a pair that dominates a segment."""
         smallest = max(_NEGLIGIBLE * window.rare, 1e-50)
         shift = GaussianMixtureCurve(window.shift_weights, window.shift_mus, smallest)
         curves: list[tuple[Curve, int]] = [(shift, 1)]

@@ -112,7 +112,7 @@ def _options(
 
 
 def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
-    """What makes the accountant that was asked for.
+    """Returns a function that makes the accountant that was asked for.
 
     Raises:
         ValueError: There is none of that name, or it does not cover the run. One line says why, not
@@ -169,7 +169,7 @@ def epsilon(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """What is my epsilon?
+    """Prints the epsilon of a run.
 
     Example: `hsa epsilon --noise-multiplier 2 --learning-rate 0.5 --clip-norm 1 --batch-size 500
     --dataset-size 50000 --epochs 200 --batch-order cyclic --loss softmax_cross_entropy
@@ -190,7 +190,7 @@ def delta(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """What is delta at a given epsilon?
+    """Prints the delta of a run at a given epsilon.
 
     Example: `hsa delta run.toml --epsilon 2`
     """
@@ -211,7 +211,7 @@ def calibrate(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """How much noise for a given epsilon? How many epochs?
+    """Finds the noise, or the number of epochs, for a given epsilon.
 
     The answer is rounded to the safe side, and its epsilon is the one printed.
 
@@ -271,13 +271,14 @@ def compare(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Which accountant is the best for my run, and why do the others not apply?
+    """Compares all accountants on a run, and says why those do not apply that do not.
 
     Flags change every run. Examples: `hsa compare run.toml --plot run.png`,
     `hsa compare a.toml b.toml -d 1e-5 -d 1e-6`,
     `hsa compare run.toml --noise-multiplier 4`
     """
     from hidden_state_accountants.cli import run_file
+    from hidden_state_accountants.comparing import check_path
 
     files, _ = run_file.split(run or ())
     flags = [word for word in run or () if word not in files]
@@ -292,7 +293,7 @@ def compare(
             "with --relation."
         )
     if plot is not None:  # before anything is computed
-        hsa.plotting.check_path(plot)
+        check_path(plot)
     deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
     events = {label: found.event for label, found in runs.items()}
     with output.progress(quiet) as tell:
@@ -378,7 +379,7 @@ def explain(
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Which theorem, which assumptions, and what would help?
+    """Names the theorem, the assumptions, and the changes that would help.
 
     Example: `hsa explain run.toml`
     """
@@ -398,7 +399,7 @@ def explain(
 def profile(
     run: Words = None, delta: Delta = None, relation: Relation = None, json: Json = False
 ) -> None:
-    """What is the epsilon of the records of each batch of an epoch? (Cyclic batches.)
+    """Prints the epsilon of the records of each batch of an epoch. (Cyclic batches.)
 
     The epsilon of the run is the largest one. Example: `hsa profile run.toml`
     """
@@ -438,7 +439,7 @@ def recommend(
     relation: Relation = "replace_special",
     json: Json = False,
 ) -> None:
-    """How should I train a linear model, for a given epsilon?
+    """Recommends runs that train a linear model with a given epsilon.
 
     Complete runs, the best first. No record is looked at.
     Example: `hsa recommend --dataset-size 50000 --epsilon 1 --classes 10`
@@ -477,7 +478,7 @@ def init(
 
     Example: `hsa init run.toml && hsa epsilon run.toml`
     """
-    from hidden_state_accountants.cli.template import template
+    from hidden_state_accountants.cli.run_file import template
 
     if str(file) == "-":
         typer.echo(template(), nl=False)

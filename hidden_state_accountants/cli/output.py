@@ -1,4 +1,4 @@
-"""What the commands print: results on the standard output, everything else on stderr."""
+"""Texts of the commands: results on the standard output, everything else on stderr."""
 
 from __future__ import annotations
 

@@ -77,8 +77,7 @@ def read(
             fields of the event, "epochs" for num_steps, the loss and its parameters.
         delta: In place of that of the file.
         relation: In place of that of the file.
-        defaults: Fields, or "epochs", that need not be given; those that the event does not have
-            are left out.
+        defaults: Fields, or "epochs", that need not be given, as far as the event has them.
 
     Raises:
         OSError: The file cannot be read.
@@ -224,7 +223,7 @@ class _PlainUnpickler(pickle.Unpickler):
 def _of_checkpoint(
     path: str, flags: Mapping[str, str], accounting: Mapping[str, Any]
 ) -> RunDescription:
-    """What an engine of Opacus saved, all its runs together; no code of the file is run."""
+    """The runs that an engine of Opacus saved, all together; no code of the file is run."""
     if flags:
         raise ValueError(f"Expected no {_names(flags)} beside a run that has happened.")
     try:
@@ -356,3 +355,52 @@ def _epochs_to_steps(values: dict[str, Any]) -> None:
 
 def _names(flags: Iterable[str]) -> str:
     return ", ".join("--" + name.replace("_", "-") for name in flags)
+
+
+# The commented description of a run that `hsa init` writes
+
+_RUN = """\
+# A training run, for hsa (hidden-state-accountants). Flags change single values:
+#     hsa epsilon run.toml --noise-multiplier 4
+
+noise_multiplier = 2.0  # noise std on the SUM of gradients over the clip norm
+learning_rate = 0.5  # step size eta
+clip_norm = 1.4143  # per-example clip norm C, or "none" (the loss then needs lipschitz)
+batch_size = 500  # b: what sums are divided by
+dataset_size = 50_000  # n: records that take part; cyclic batches: a multiple of b
+epochs = 200  # or num_steps
+batch_order = "cyclic"  # full, cyclic, shuffled_once, reshuffled, without_replacement, poisson,
+# balls_in_bins or balls_in_bins_redrawn
+weight_decay = 0.1  # decoupled
+# prox_strong_convexity = 0.1  # of the regulariser of a prox after the noise
+# domain_diameter = 10.0  # diameter (2 x radius) of the set projected on
+# release_steps = [1000]  # after which the model is released too; as a flag 100,200
+# sampling_rate = 0.01  # poisson: the rate of the loader; default: batch size / data set size
+# max_batch_size = 650  # cap on poisson batches
+# is_microbatched = true  # a record is a microbatch of several examples (needs replace_one)
+
+# What is known about the loss of ONE record. Without it: ordinary composition.
+# The clip norm above is just above the longest gradient of this loss, sqrt(2) * feature_norm:
+# clipping never acts. As flags: --loss logistic --feature-norm 1, and --loss-clip-norm for the
+# clip_norm of an envelope.
+[loss]
+kind = "softmax_cross_entropy"
+feature_norm = 1.0  # every record's features have at most this norm
+"""
+_REST = """
+# noise_multiplier, learning_rate, clip_norm and weight_decay may change while training: instead of
+# the number runs of equal values, and their numbers of steps.
+# [learning_rate]
+# values = [0.5, 0.05]
+# lengths = [15_000, 5_000]
+
+[accounting]
+delta = 1e-5  # default 1e-5
+neighboring_relation = "replace_special"  # or add_or_remove_one, replace_one
+"""
+
+
+def template() -> str:
+    """Returns the text, with the arguments of every loss."""
+    losses = [f'# kind = "{kind}"  # {loss_arguments(kind)}\n' for kind in LOSSES]
+    return "".join([_RUN, *losses, _REST])

@@ -38,12 +38,10 @@ _FEW = 400  # epsilons at which two bounds are joined
 
 @functools.lru_cache(maxsize=64)  # epochs are alike, and composed again and again
 def bins_curve(mu: float, bins: int, *, is_replaced: bool) -> ComposableCurve:
-    """The curve of one draw of the batch of a record, every step of which is seen.
+    """The curve of one draw of the batch of a record, one of `bins`, every step of which is seen.
 
-    Args:
-        mu: The distance that the record makes in its batch, over all steps that it is used in.
-        bins: l, the batches of an epoch.
-        is_replaced: Whether another record takes its place, in its batch; else it has none.
+    mu is the distance that the record makes in its batch, over all steps that it is used in. With
+    `is_replaced` another record takes its place, in its batch; else it has none.
     """
     apart = 2 * mu if is_replaced else mu  # if the batch is known
     if bins == 1 or mu == 0 or not mu < _MOST_MU:
@@ -151,7 +149,7 @@ def _joined(
 
 
 def _replaced(pair: Profile, apart: float) -> Profile:
-    r"""Of P against its mirror image Q, with R between them, or with the batch revealed.
+    r"""The divergence of P and its mirror image Q, with R between them, or with the batch revealed.
 
     .. math:: H_{x + y}(P | Q) \le H_x(P | R) + e^x H_y(R | Q), \qquad H_y(R | Q) = H_y(R | P)
 

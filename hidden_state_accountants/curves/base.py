@@ -11,22 +11,45 @@ from typing import cast
 import attrs
 import dp_accounting
 import numpy as np
+from dp_accounting import rdp
+from dp_accounting.rdp import rdp_privacy_accountant
 from scipy import optimize, special
 
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.composed_loss import ComposedLoss
 from hidden_state_accountants.curves.gaussian import delta_from_mu, deltas_from_mu, epsilon_from_mu
 from hidden_state_accountants.curves.losses import Losses, losses_of
-from hidden_state_accountants.curves.renyi import (
-    ORDERS,
-    STOCK_ORDERS,
-    delta_from_rdp,
-    epsilon_from_rdp,
-)
 
+STOCK_ORDERS = np.asarray(rdp_privacy_accountant.DEFAULT_RDP_ORDERS, dtype=np.float64)
+"""Those of dp-accounting: a sampled event takes seconds at others that are large or no integers."""
+ORDERS = np.union1d(1 + np.geomspace(1e-3, 1e6, 400), STOCK_ORDERS)
+"""The orders at which a curve that is known by its divergences alone is converted."""
+_SMALLEST_DIVERGENCE = 1e-15  # dp-accounting takes the log of 1 - exp(-divergence)
 _RELIABLE = 100.0  # times the mass of infinite losses: Renyi divergences are not below such deltas
 _DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
+
+
+def epsilon_from_rdp(orders: np.ndarray, divergences: np.ndarray, delta: float) -> float:
+    """dp-accounting's conversion; inf where no divergence is finite."""
+    finite = np.isfinite(divergences)
+    if delta >= 1:
+        return 0.0
+    if not finite.any():
+        return math.inf
+    divergences = np.maximum(divergences[finite], _SMALLEST_DIVERGENCE)
+    return float(rdp.compute_epsilon(orders[finite], divergences, delta)[0])
+
+
+def delta_from_rdp(orders: np.ndarray, divergences: np.ndarray, epsilon: float) -> float:
+    """dp-accounting's conversion; 1 where no divergence is finite."""
+    finite = np.isfinite(divergences)
+    if not finite.any():
+        return 1.0
+    if epsilon == math.inf:
+        return 0.0  # a finite divergence leaves no mass at infinity
+    divergences = np.maximum(divergences[finite], _SMALLEST_DIVERGENCE)
+    return float(rdp_privacy_accountant.compute_delta(orders[finite], divergences, epsilon)[0])
 
 
 class Curve(abc.ABC):
@@ -237,11 +260,9 @@ class GaussianMixtureCurve(ComposableCurve):
 
 @attrs.frozen(eq=False)
 class RdpCurve(ComposableCurve):
-    """A curve that is known by its Renyi divergences.
+    """A curve that is known by its Renyi divergences: `bound` maps orders > 1 to upper bounds.
 
-    Attributes:
-        bound: Maps an array of orders > 1 to upper bounds on the divergences in both directions.
-        orders: Rényi orders at which it is converted.
+    It is converted at the `orders`.
     """
 
     bound: Callable[[np.ndarray], np.ndarray]
@@ -288,13 +309,7 @@ class SquareRootCurve(ComposableCurve):
 
 @attrs.frozen(eq=False, slots=False)
 class CurveForSmallDeltas(Curve):
-    """A curve that is worked out only at deltas for which another one is not made.
-
-    Attributes:
-        other: The one for larger deltas.
-        largest: The largest delta.
-        make: Makes this one.
-    """
+    """A curve that is made only for deltas up to `largest`; the `other` is for larger ones."""
 
     other: Curve
     largest: float
@@ -326,14 +341,7 @@ Known = tuple[tuple[Curve, float], ...]
 
 @attrs.frozen(eq=False)
 class BestOfCurves(Curve):
-    """Several curves of one mechanism: at every point the smallest counts.
-
-    Nothing is nested: `best_curve` and `with_delta`, which make this, take apart what they are
-    given.
-
-    Attributes:
-        known: At least one curve, none of which is the best of others.
-    """
+    """Several curves of one mechanism, none of which is the best of others: the smallest counts."""
 
     known: Known
 

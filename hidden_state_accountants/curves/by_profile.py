@@ -52,11 +52,11 @@ class ProfileCurve(ComposableCurve):
     """The larger divergence of the two orders of a pair.
 
     Attributes:
-        profile: Of the pair; where its directions differ, the data set with the record comes first.
+        profile: Divergences; where the directions differ, the data set with the record comes first.
         infinite: The mass of infinite losses.
         divergences: The Renyi divergences of both directions, if they are known.
-        largest_mu: As for every curve that composes.
-        event: As for `to_dpevent`.
+        largest_mu: See `ComposableCurve`.
+        event: The result of `to_dpevent`.
     """
 
     profile: Profile
@@ -103,9 +103,7 @@ class ProfileCurve(ComposableCurve):
 def polygon_curve(epsilons: np.ndarray, deltas: np.ndarray) -> ProfileCurve:
     """The polygon through bounds on delta, in both directions, as a function of e^epsilon.
 
-    Args:
-        epsilons: The nodes, ascending from 0.
-        deltas: The bounds there, falling. Beyond the last node nothing smaller is known.
+    The nodes ascend from 0, the deltas fall. Beyond the last node nothing smaller is known.
     """
     values = profiles.polygon(epsilons, deltas)
     return ProfileCurve(Profile(values, values, float(epsilons[-1])), float(deltas[-1]))
@@ -122,13 +120,8 @@ def sampled_curve(
     .. math:: H_\varepsilon\big((1-q) P_0 + q P_1 \,|\, (1-q) P_0 + q Q_1\big)
               \le q\,H_\varepsilon(P_1 | Q_1), \qquad \varepsilon \ge 0
 
-    (joint convexity), and what dominates each step dominates their composition.
-
-    Args:
-        pair: `zeroed_without_replacement`, `replaced_without_replacement` or
-            `replaced_in_poisson_batch`.
-        record_mu: The gradient bound over the noise, of every record.
-        rate: The probability that the batch holds the record.
+    (joint convexity), and what dominates each step dominates their composition. The pair is one of
+    those below; `record_mu` is the gradient bound over the noise, of every record.
     """
     apart = record_mu if pair is zeroed_without_replacement else 2 * record_mu  # if it does
     if rate == 1 or record_mu in (0, math.inf):
@@ -187,23 +180,14 @@ def replaced_without_replacement(mu: float, rate: float) -> Profile:
 
     (Balle, Barthe, Gaboardi 2018, arXiv 1807.01647 v2, Theorem 9; Dong, Roth, Su 2022, arXiv
     1905.02383 v3, Theorem 4.2: the pair is symmetric.) Stock accountants have its Renyi
-    divergences only.
-
-    Args:
-        mu: The gradient bound over the noise. The record takes a stand-in's place, and so does the
-            other record: all are 2 mu apart.
-        rate: The probability that the batch holds the record.
+    divergences only. The record takes a stand-in's place, and so does the other record: all are
+    2 mu apart.
     """
     return profiles.without_replacement(profiles.gaussian(2 * mu), rate)
 
 
 def zeroed_without_replacement(mu: float, rate: float) -> Profile:
-    """A record that takes a stand-in's place in a batch (`forward`), against one without gradient.
-
-    Args:
-        mu: The gradient bound over the noise: of the record, and of the stand-in.
-        rate: The probability that the batch holds the record.
-    """
+    """A record that takes a stand-in's place in a batch (`forward`), and one without gradient."""
     between = functools.partial(_between, mu, rate, True)
     forward = functools.partial(profiles.sampled_deltas, between, rate)
     backward = functools.partial(profiles.sampled_deltas, profiles.gaussian(mu).forward, rate)
@@ -211,30 +195,20 @@ def zeroed_without_replacement(mu: float, rate: float) -> Profile:
 
 
 def replaced_in_poisson_batch(mu: float, rate: float) -> Profile:
-    """A record that joins a batch or not, against another record that does.
-
-    Args:
-        mu: The gradient bound over the noise, of both records.
-        rate: The probability that the record joins.
-    """
+    """A record that joins a batch or not, against another record that does."""
     between = functools.partial(_between, mu, rate, False)
     deltas = functools.partial(profiles.sampled_deltas, between, rate)
     return Profile(deltas, deltas, _largest(2 * mu, rate))
 
 
 def _between(mu: float, rate: float, base_is_far: bool, epsilon: np.ndarray) -> np.ndarray:
-    r"""What the record's Gaussian has over a mixture of one at mu and one at 2 mu from it.
+    r"""The difference of the record's Gaussian and a mixture of one at mu and one at 2 mu from it.
 
     All three are on one line, so that the largest difference is that of a half-line. With y the
     likelihood ratio of neighbours at its end, up to a constant,
     :math:`w_{far} y^2 + w_{near} e^{\mu^2/2} y = e^{-\varepsilon}`, and the shares are the two
-    terms times :math:`e^\varepsilon`. A y that is not exact gives other shares, as valid.
-
-    Args:
-        mu: The smaller one of the two distances.
-        rate: q.
-        base_is_far: Whether the outputs without the record are at 2 mu, and the other ones at mu.
-        epsilon: At which epsilons >= 0.
+    terms times :math:`e^\varepsilon`. A y that is not exact gives other shares, as valid. The
+    outputs without the record are at 2 mu, and the others at mu, if `base_is_far`.
     """
     base = np.minimum((rate - 1) * np.expm1(-epsilon), 1.0)  # 1 - beta
     with np.errstate(divide="ignore"):
@@ -298,7 +272,7 @@ def _sampled_divergences(
 def _divergences(
     orders: np.ndarray, nodes: np.ndarray, above: np.ndarray, below: np.ndarray
 ) -> np.ndarray:
-    """Of one direction, shape as `orders`; inf where the first integral has not converged."""
+    """Divergences of one direction, shape as `orders`; inf where the first integral diverges."""
     steps, order = np.diff(nodes), orders[:, None]
     power = order - 1
     with np.errstate(divide="ignore"):

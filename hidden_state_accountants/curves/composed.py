@@ -12,6 +12,8 @@ import dp_accounting
 import numpy as np
 
 from hidden_state_accountants.curves.base import (
+    ORDERS,
+    STOCK_ORDERS,
     ComposableCurve,
     Curve,
     GaussianCurve,
@@ -24,7 +26,6 @@ from hidden_state_accountants.curves.base import (
     with_delta,
 )
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss
-from hidden_state_accountants.curves.renyi import ORDERS, STOCK_ORDERS
 from hidden_state_accountants.curves.standard import EventCurve, losses_compose
 
 _QUICK = (GaussianCurve, GaussianMixtureCurve, RdpCurve)

@@ -19,15 +19,13 @@ the one tilt that is used are exact.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 from scipy import fft, signal
 
 from hidden_state_accountants.curves.losses import (
-    GRID,
-    STEP,
     UNIT,
     LossMasses,
     PrivacyLoss,
@@ -60,9 +58,7 @@ _SUMS = 256 * UNIT  # more than the relative error of the sum of all masses, wra
 
 
 class ComposedLoss:
-    """The privacy loss of independent mechanisms, on several grids: at every point the best counts.
-
-    A fine one adds less to small losses, a wide one has less of the transform's error.
+    """The privacy loss of independent mechanisms.
 
     Formal guarantees: no figure is below that of the composed losses in exact arithmetic, given a
     Fourier transform with the error that docs/theory/numerical_error.md assumes. Delta never grows
@@ -76,27 +72,24 @@ class ComposedLoss:
         directions = [[(loss.forward, count) for loss, count in parts]]
         if not all(loss.is_symmetric for loss, _ in parts):
             directions.append([(loss.backward, count) for loss, count in parts])
-        self._directions = [list(map(_Direction, _on_grids(losses))) for losses in directions]
+        self._directions = [_Direction(_on_a_grid(losses)) for losses in directions]
 
     @property
     def infinite(self) -> float:
         """The mass of infinite losses."""
-        return self._best(lambda direction: direction.infinite)
+        return max(direction.infinite for direction in self._directions)
 
     def least_epsilon(self, delta: float) -> float:
         """At most the epsilon, for a delta above that of infinite losses: Cantelli's bound."""
-        return self._best(lambda direction: direction.least_epsilon(delta))
+        return max(direction.least_epsilon(delta) for direction in self._directions)
 
     def delta(self, epsilon: float) -> float:
         """Delta in [0, 1] at an epsilon in [0, inf]."""
-        return self._best(lambda direction: direction.delta(epsilon))
+        return max(direction.delta(epsilon) for direction in self._directions)
 
     def epsilon(self, delta: float) -> float:
         """The smallest epsilon >= 0 at a delta in [0, 1]; inf where none is known."""
-        return self._best(lambda direction: direction.epsilon(delta))
-
-    def _best(self, of: Callable[[_Direction], float]) -> float:
-        return max(min(map(of, grids)) for grids in self._directions)
+        return max(direction.epsilon(delta) for direction in self._directions)
 
 
 class _Direction:
@@ -240,8 +233,8 @@ def _size_above(number: int) -> int:
     return power * 3 // 4 if power * 3 // 4 > number else power
 
 
-def _on_grids(parts: Sequence[tuple[LossMasses, int]]) -> list[Parts]:
-    """On the finest grid whose first deltas take no window that is too long, and on wider ones."""
+def _on_a_grid(parts: Sequence[tuple[LossMasses, int]]) -> Parts:
+    """The parts on the finest grid whose first deltas take no window that is too long."""
     finest = max(masses.grid for masses, _ in parts)
     found = Parts(parts, finest)
     untilted = found.rough_tilt(0.0)
@@ -250,10 +243,8 @@ def _on_grids(parts: Sequence[tuple[LossMasses, int]]) -> list[Parts]:
     enough = math.sqrt(found.count * length / (8 * _LONGER))
     enough = max(enough, _CELLS_OF_MEAN * length / max(untilted.mean, _FINEST))
     cells = round(min(_CELLS, max(_ENOUGH_CELLS, enough)))
-    grids = [max(finest, grid_for(length, cells) or 0.0)]
-    while grids[-1] * STEP <= GRID:
-        grids.append(grids[-1] * STEP)
-    return [found if grid == finest else Parts(parts, grid) for grid in grids]
+    grid = max(finest, grid_for(length, cells) or 0.0)
+    return found if grid == finest else Parts(parts, grid)
 
 
 def _norm_of_weights(theta: float, size: int, grid: float) -> float:
@@ -279,11 +270,8 @@ def _wrapped(values: np.ndarray, size: int) -> np.ndarray:
 class _Power(NamedTuple):
     """A power of the Fourier transform of masses, of which the largest is moved to 0.
 
-    Attributes:
-        values: The power, 0 where it has vanished.
-        error: A bound on its relative error, without that of the fast transform.
-        rest: The 2-norm of the masses that are left to the fast transform.
-        place: The place of the largest mass.
+    `values` are 0 where the power has vanished; `error` bounds their relative error, without that
+    of the fast transform; `rest` is the 2-norm of the masses that are left to that transform.
     """
 
     values: np.ndarray
@@ -369,14 +357,7 @@ def _power(base: np.ndarray, exponent: int) -> np.ndarray:
 
 
 class RoughTilt(NamedTuple):
-    """A total loss under a tilt, by the coarse laws of its parts.
-
-    Attributes:
-        theta: The tilt.
-        log_mass: log M, at least.
-        mean: About that of the tilted law.
-        variance: About that of the tilted law.
-    """
+    """A total loss under the tilt theta, by the coarse laws of its parts: log M at least."""
 
     theta: float
     log_mass: float
@@ -392,8 +373,7 @@ class Tilt(NamedTuple):
         log_mass: log M.
         rounding: A bound on the error of the logarithms of the masses times M.
         lost: A bound on the tilted probability of the cells that are left out.
-        parts: First cell of every loss, the tilted masses from there on, whose sum is at most
-            1, and how often it runs.
+        parts: First cell, tilted masses from there on, whose sum is at most 1, and count.
     """
 
     theta: float
@@ -449,19 +429,10 @@ def _tilted(
 
 
 class Parts:
-    """Independent losses.
+    """Independent losses, (law, count) pairs, on a grid no finer than any of theirs.
 
-    Args:
-        parts: Their laws, and how often each runs.
-        grid: Grid of all of them in here, no finer than any of theirs.
-
-    Attributes:
-        grid: The spacing of the losses.
-        all: The parts, on that grid.
-        count: Number of losses.
-        lowest: The smallest total loss, in cells of the grid.
-        highest: The largest finite total loss, in cells of the grid.
-        infinite: The mass of the total loss at infinity, at most.
+    `lowest` and `highest` are the smallest and largest finite total loss, in cells of the grid;
+    `infinite` bounds the mass of the total loss at infinity.
     """
 
     def __init__(self, parts: Sequence[tuple[LossMasses, int]], grid: float):
@@ -543,13 +514,7 @@ class Parts:
         return found
 
     def window(self, tilt: Tilt, first: int, last: int) -> tuple[int, int]:
-        """Cells between which a loss lies with a tilted probability of 1 - 2 exp(-45).
-
-        Args:
-            tilt: The tilt.
-            first: A cell that the window has to hold.
-            last: Another, at least as large.
-        """
+        """Cells, with `first` and `last`, in which a loss lies but for probability 2 exp(-45)."""
         rough = self.rough_tilt(tilt.theta)
         low = high = rough.mean
         if rough.variance > 0:

@@ -64,10 +64,7 @@ def deltas_from_mu(
 ) -> np.ndarray:
     """The smallest deltas such that mu-GDP implies (epsilon, delta)-DP; the arrays broadcast.
 
-    Args:
-        mu: >= 0; inf stands for no privacy, and so does nan.
-        epsilon: >= 0, possibly inf.
-        far: Deltas below Phi(-far) are 0.
+    mu = inf stands for no privacy, and so does nan. Deltas below Phi(-far) are 0.
     """
     mu, epsilon = np.broadcast_arrays(
         np.asarray(mu, dtype=np.float64), np.asarray(epsilon, dtype=np.float64)
@@ -88,9 +85,7 @@ def delta_from_mu(mu: float, epsilon: float) -> float:
 def epsilon_from_mu(mu: float, delta: float) -> float:
     """The smallest epsilon (rounded up) such that mu-GDP implies (epsilon, delta)-DP.
 
-    Args:
-        mu: >= 0; inf stands for no privacy, as does nan, and gives inf for every delta.
-        delta: In [0, 1].
+    mu = inf stands for no privacy, as does nan, and gives inf for every delta in [0, 1].
     """
     if not mu < math.inf:
         return math.inf

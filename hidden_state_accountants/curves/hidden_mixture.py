@@ -46,7 +46,7 @@ _PRECISION = 2e-15  # of a threshold
 
 @attrs.frozen(eq=False, init=False, slots=False)
 class HiddenMixtureCurve(ComposableCurve):
-    r"""Theorem E: the larger divergence of both orders of its pair.
+    """Theorem E: the larger divergence of both orders of its pair.
 
     Never above the mean of the Gaussian curves of the patterns, in which the pattern is revealed.
     Renyi divergences are those of that mean.
@@ -55,8 +55,7 @@ class HiddenMixtureCurve(ComposableCurve):
         weights: p_j >= 0, the probabilities of the patterns; their sum is 1 up to rounding.
         mus: mu_j in [0, inf], between a run with the record and one without. A stochastically
             larger law is valid.
-        is_replaced: Whether the neighbour has another record, which is as far from the run without
-            either.
+        is_replaced: True if the neighbour has another record, as far from the run without either.
     """
 
     weights: np.ndarray
@@ -95,7 +94,7 @@ class HiddenMixtureCurve(ComposableCurve):
 
     @property
     def _is_all_or_nothing(self) -> bool:
-        """Whether every distance is 0 or infinite."""
+        """Returns whether every distance is 0 or infinite."""
         return not float(np.max(self._law[1], initial=0.0)) > 0
 
     @property
@@ -237,11 +236,7 @@ def _log_ratio(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The logarithm of the mixture's likelihood ratio to N(0, 1), and a bound on its error.
 
-    Args:
-        weights: Of the finite distances, shape (patterns,).
-        mus: The same shape.
-        lost: One less the sum of the weights.
-        y: Where; shape (points, 1).
+    Of the finite distances the weights sum to 1 less `lost`; y has shape (points, 1).
     """
     logs = mus * (y - mus / 2)
     sizes = mus * (np.abs(y) + mus)

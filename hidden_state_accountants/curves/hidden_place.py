@@ -83,11 +83,7 @@ class Places:
         return attrs.evolve(self, to_record=self.to_other, to_other=self.to_record)
 
     def deltas(self, epsilons: np.ndarray) -> np.ndarray:
-        """Upper bounds on the divergences, (1 + `_TOLERANCE`) times the maximum over rho.
-
-        Args:
-            epsilons: Shape (n,), >= 0.
-        """
+        """Bounds on the divergences at epsilons >= 0, a `_TOLERANCE` above the maximum over rho."""
         rows = max(1, _AT_ONCE // (len(self.weights) * (_INTERVALS + 2)))
         parts = [epsilons[i : i + rows] for i in range(0, len(epsilons), rows)]
         return np.concatenate([self._deltas(np.minimum(part, _LARGEST)) for part in parts])
@@ -116,9 +112,9 @@ class Places:
         ) -> np.ndarray:
             """A bound for all rho in [low, high], of which `at_ends` is the larger end's value."""
             left, right = y_at(row, low, low), y_at(row, high, high)
-            bend = _bend(left, right) * growth[row, None]
-            bend += _bend(left + self.between, right + self.between)
             with np.errstate(over="ignore", invalid="ignore"):
+                bend = _bend(left, right) * growth[row, None]
+                bend += _bend(left + self.between, right + self.between)
                 above = at_ends + (high - low) ** 2 / 8 * (bend @ self.weights)
             is_wide = high - low > _WIDE
             wide = row[is_wide], low[is_wide], high[is_wide]
@@ -185,9 +181,7 @@ def _smallest(places: Sequence[Places], epsilons: np.ndarray) -> np.ndarray:
 class HiddenPlaceCurve(ComposableCurve):
     """Theorem F, with the smallest divergence of several choices of R.
 
-    Attributes:
-        places: The distances for each R.
-        revealed: The mean of the Gaussian curves of the places, which is never smaller.
+    `revealed` is the mean of the Gaussian curves of the places, which is never smaller.
     """
 
     places: tuple[Places, ...]

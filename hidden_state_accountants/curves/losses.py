@@ -39,11 +39,7 @@ UNIT = 2.0**-53
 class LossMasses:
     """The law of a privacy loss: masses at the losses (lower + i) * grid, and at infinity.
 
-    Attributes:
-        lower: The first loss, in cells of the grid.
-        masses: >= 0, shape (cells,).
-        infinite: The mass at infinity.
-        grid: The spacing of the losses: GRID times a power of two.
+    The grid is GRID times a power of two.
     """
 
     lower: int
@@ -77,13 +73,10 @@ class LossMasses:
         return nodes * self.grid, np.maximum(coarse, 0.0)
 
     def on_grid(self, grid: float) -> LossMasses:
-        r"""A law on a wider grid with a larger profile: every loss connects the dots beside it.
+        """A law on a wider grid with a larger profile: every loss connects the dots beside it.
 
         A mass at x between two losses a < b of the wider grid is moved to both so that its sum and
         its mean of :math:`e^{-x}` stay: a divergence is the mean of a convex function of that.
-
-        Args:
-            grid: Grid of the law, times a power of two.
         """
         factor = round(grid / self.grid)
         if factor == 1:
@@ -119,11 +112,9 @@ def _nodes_above_zero(last: int, widest: int) -> np.ndarray:
 
 @attrs.frozen(eq=False)
 class PrivacyLoss:
-    """The privacy losses of a pair (P, Q) that dominates a mechanism, in both directions.
+    """The privacy losses of a pair (P, Q) that dominates a mechanism: log P/Q, and log Q/P under Q.
 
-    Attributes:
-        forward: log P/Q under P.
-        backward: log Q/P under Q; the same object if the pair is symmetric.
+    Both are the same object if the pair is symmetric.
     """
 
     forward: LossMasses
@@ -138,9 +129,7 @@ class PrivacyLoss:
     def of(cls, profile: Profile, grid: float | None = None) -> PrivacyLoss | None:
         """A loss whose divergences lie just above those of the profile; None if it is too long.
 
-        Args:
-            profile: The divergences.
-            grid: The spacing of the losses; by default one that is good for compositions.
+        By default the grid is one that is good for compositions.
         """
         grid = grid or _grid_of(profile)
         if grid is None:
@@ -199,11 +188,9 @@ def losses_of(profile: Profile, count: int = 1) -> Losses | None:
 def stock_loss(
     stock: privacy_loss_distribution.PrivacyLossDistribution, error: float
 ) -> PrivacyLoss:
-    """A loss that dp-accounting has composed, whose divergences have an error of either sign.
+    """A loss that dp-accounting has composed, on a grid of `GRID`.
 
-    Args:
-        stock: On a grid of `GRID`.
-        error: The largest error of a divergence: it becomes mass at infinity.
+    Its divergences have an `error` of either sign, which becomes mass at infinity.
     """
 
     def masses(pmf: privacy_loss_distribution.pld_pmf.PLDPmf) -> LossMasses:
@@ -227,15 +214,10 @@ def _falling(deltas: np.ndarray) -> np.ndarray:
 
 
 def _connect_the_dots(deltas: np.ndarray, opposite: np.ndarray, grid: float) -> LossMasses:
-    r"""The masses of the polygon through the divergences at epsilon = 0, grid, 2 grid, ...
+    """The masses of the polygon through the divergences at epsilon = 0, grid, 2 grid, ...
 
     Those at losses -x < 0 are :math:`e^{-x}` times the opposite direction's at x: no divergence at
     a negative epsilon is needed, where 1 - delta would have no digits left.
-
-    Args:
-        deltas: Divergences of the direction, shape (cells + 1,).
-        opposite: Divergences of the opposite direction, the same shape.
-        grid: The spacing of the epsilons.
     """
     above = _masses_above_zero(deltas, grid)
     below = _masses_above_zero(opposite, grid)

@@ -38,12 +38,13 @@ _FAR_NODES, _TINY = 12.0, 1e-25  # a Gaussian has 2e-33 beyond _FAR_NODES: nothi
 class Profile:
     """The divergences of a pair (P, Q) of outputs on neighbouring data sets.
 
-    Both are functions of a module, or partial ones of those, so that a curve can be pickled.
+    Both are functions of a module, or partial ones of those, so that a curve can be pickled; they
+    are the same object if the pair is symmetric.
 
     Attributes:
         forward: epsilon to sup_S P(S) - e^epsilon Q(S).
-        backward: epsilon to sup_S Q(S) - e^epsilon P(S); the same object if the pair is symmetric.
-        largest: Where both are 0 or below 1e-50: no need to look further.
+        backward: epsilon to sup_S Q(S) - e^epsilon P(S).
+        largest: Epsilon at which both are 0 or below 1e-50: no need to look further.
     """
 
     forward: Deltas
@@ -138,12 +139,7 @@ def _sampled_epsilon(epsilon: float, rate: float) -> float:
 
 
 def polygon(epsilons: np.ndarray, values: np.ndarray) -> Deltas:
-    """The polygon, rounded up; beyond the last node what it is there.
-
-    Args:
-        epsilons: Ascending, from 0 on.
-        values: Falling, shape of the epsilons.
-    """
+    """The polygon through nodes that ascend from 0, rounded up; beyond the last one it is level."""
     return functools.partial(_polygon_deltas, np.expm1(epsilons), float(epsilons[-1]), values)
 
 
@@ -158,16 +154,11 @@ def _polygon_deltas(
 
 
 def many_gaussians(weights: np.ndarray, mus: np.ndarray, smallest: float) -> Profile:
-    r"""Gaussian pairs, one of which is chosen, and revealed, with a probability that is its weight.
+    """Gaussian pairs, one of which is chosen, and revealed, with a probability that is its weight.
 
-    What is returned is the polygon through its values at nodes that are one per cent apart, and
+    The polygon through its values, down to `smallest`, at nodes that are one per cent apart, and
     0.3 % of a standard deviation at least: the variance of the loss grows by a few
     hundred-thousandths.
-
-    Args:
-        weights: >= 0.
-        mus: In [0, inf].
-        smallest: The profile ends where it is smaller.
     """
     finite = mus < math.inf
     nodes, values = _nodes_of_mixture(weights[finite], mus[finite], smallest)

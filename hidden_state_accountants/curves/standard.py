@@ -39,12 +39,7 @@ def _hashable(event: dp_accounting.DpEvent) -> Any:
 
 @attrs.frozen(slots=False)
 class EventCurve(LossCurve):
-    """A standard event: by privacy losses, or by RDP where none is known.
-
-    Attributes:
-        event: Event whose divergences or privacy loss are known.
-        relation: Relation of the accountant that reads it.
-    """
+    """A standard event, read under a relation: by privacy losses, or by RDP where none is known."""
 
     event: dp_accounting.DpEvent = attrs.field(eq=_hashable)
     relation: NeighboringRelation

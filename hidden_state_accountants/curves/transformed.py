@@ -1,4 +1,4 @@
-"""What a privacy curve says in other words: privacy loss and groups."""
+"""Other forms of a privacy curve: privacy loss and groups."""
 
 from __future__ import annotations
 

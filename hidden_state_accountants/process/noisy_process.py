@@ -185,6 +185,11 @@ class NoisyProcess:
         """T."""
         return len(self.contraction)
 
+    @property
+    def expands(self) -> bool:
+        """True if a step stretches distances."""
+        return bool((self.contraction[: 1 if self.is_constant else None] > 1).any())
+
     def from_step(self, start: int) -> NoisyProcess:
         """The steps after `start`, the end of an epoch, without releases."""
         arrays = ("contraction", "sensitivity", "noise_std", "drift_contraction", "drift")

@@ -1,1 +1,1 @@
-"""What an adapter saw of a run, step by step, and what is said about it."""
+"""Records of runs, step by step, and their statements."""

@@ -47,7 +47,7 @@ class Algorithm(abc.ABC):
         clip_norm: Clip norm C of the gradient of a record.
         source: What a bound on the gradients, or the loss, was read off; "" if it is the user's
             word.
-        hides_iterates: Whether a bound on it may count on iterates that nobody sees.
+        hides_iterates: True if a bound on it may count on iterates that nobody sees.
         secret: Hidden state without which a run of it cannot go on, in words; "" if there is none.
     """
 
@@ -104,7 +104,7 @@ class Algorithm(abc.ABC):
         """Returns a line for the log if hidden iterates do not help as asked for; else "".
 
         Args:
-            batches: As for `new_run`.
+            batches: Argument of `new_run`.
             relation: Neighboring relation of the guarantee.
             rate: Learning rate of the first step.
         """
@@ -199,7 +199,7 @@ class DiceSGD(Algorithm):
 
     Attributes:
         error_clip_norm: Clip norm C_2 of the error, in units of the mean update.
-        automatic: Whether both clips normalise.
+        automatic: True if both clips normalise.
         gradient_bound: Bound G on the gradients of all records before the clip, or inf.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithms 2 to 4.

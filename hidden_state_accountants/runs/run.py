@@ -1,4 +1,4 @@
-"""What an adapter saw of a run: its steps are checked, counted, released and stored.
+"""Records of runs by an adapter: steps are checked, counted, released and stored.
 
 An adapter writes a run as a list of `Step`s. What follows from them (the event, the guarantee, a
 state that a checkpoint can hold) is the same for all frameworks and belongs to the `Run`.
@@ -41,11 +41,11 @@ class Step:
     Attributes:
         noise_multiplier: Standard deviation of the noise on the sum of gradients over clip_norm.
         clip_norm: None if the gradients were not clipped.
-        learning_rate: Of the mean gradient.
+        learning_rate: Rate of the mean gradient.
         weight_decay: Decoupled.
         batch: Index of the batch within the epoch, where the batches have an order.
         rows: Records of the logical batch; None if they were not counted, of random batches.
-        largest_norm: Of the per-example gradients before the clip; 0 if it was not measured.
+        largest_norm: Norm of the longest per-example gradient before the clip; 0 if not measured.
     """
 
     noise_multiplier: float
@@ -231,7 +231,7 @@ class Run(abc.ABC):
     # How it goes on elsewhere
 
     def _declared(self) -> dict[str, Any]:
-        """What is the same in all steps, as plain types; "type" names the kind of event."""
+        """Fields that are the same in all steps, as plain types; "type" names the kind of event."""
         of_steps = set(self.of_one_step) - {"num_steps"}
         plain = self._template.to_dict()
         return {name: value for name, value in plain.items() if name not in of_steps}
@@ -301,7 +301,7 @@ def _append(series: dict[str, list[Any]], value: float, count: int) -> None:
 
 
 def _series_of(name: str, state: Any, num_steps: int) -> dict[str, list[Any]]:
-    """What a state says of one field of the steps, if that can be."""
+    """Values and lengths of one field of the steps in a state, if that can be."""
     try:
         values, lengths = state["values"], state["lengths"]
         if values or lengths:
@@ -400,8 +400,8 @@ class DiceSgdRun(Run):
         noise_multiplier: Standard deviation of the noise on the sum of gradients over clip_norm.
         clip_norm: C_1, of each gradient.
         batch_size: B, the divisor and, unless POISSON, the number of rows of every batch.
-        **declared: As for `DiceSgdDpEvent`: `error_clip_norm`, `dataset_size`, `batch_order`, and
-            as far as they are known `automatic`, `gradient_bound` and `sampling_rate`.
+        **declared: Fields of `DiceSgdDpEvent`: `error_clip_norm`, `dataset_size`, `batch_order`,
+            and as far as they are known `automatic`, `gradient_bound` and `sampling_rate`.
 
     Raises:
         TypeError, ValueError: As `DiceSgdDpEvent`.
@@ -467,7 +467,7 @@ class BlockCoordinateRun(Run):
     (docs/papers/block_coordinate.md).
 
     Args:
-        **declared: As for `BlockCoordinateDpEvent`: `step_size` (the `learning_rate` of every
+        **declared: Fields of `BlockCoordinateDpEvent`: `step_size` (the `learning_rate` of every
             step), `clip_norm`, `batch_size`, `dataset_size`, `num_blocks` and, as far as they are
             known, `prox_strong_convexity` and `block_loss`, whose `lipschitz` is compared with the
             gradients of every step.

@@ -1,4 +1,4 @@
-"""What a person reads about a run: one statement, a line a fact."""
+"""Statement about a run, a line a fact."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Facts = Iterable[tuple[str, str]]
 
 
 class Statement:
-    """What was run, what is proved of it, and what has to be true for that.
+    """Statement of what was run, what is proved of it, and what has to be true for that.
 
     Of several runs the epsilons and the theorem are those of all together, the rest is about the
     last one.
@@ -145,7 +145,7 @@ def _range(values: Iterable[float]) -> str:
 
 
 def _dealt(event: DealtEvent, each: int = 1) -> str:
-    """How the records are dealt, each of which is `each` examples."""
+    """Order and sizes of the batches, of records of `each` examples."""
     microbatches = f" in microbatches of {each}" if each > 1 else ""
     return (
         f"{event.num_steps} steps x {event.batch_size * each} of {event.dataset_size * each} "

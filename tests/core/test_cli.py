@@ -14,7 +14,7 @@ import hidden_state_accountants as hsa
 pytest.importorskip("typer")
 
 from hidden_state_accountants.cli.app import run
-from hidden_state_accountants.cli.template import template
+from hidden_state_accountants.cli.run_file import template
 
 RUN = """
 noise_multiplier = 2.0

@@ -46,6 +46,8 @@ def batch_chains(event: LastIterateDpEvent, groups: list[int | None]) -> list[tu
     if order is BatchOrder.WITHOUT_REPLACEMENT:
         fixed_size = [(p, batch, ()) for p, batch in _without_replacement(sizes, rest, b)]
         return [(1.0, lambda t, state: fixed_size)]
+    if order is BatchOrder.BALLS_IN_BINS:
+        return [(p, _fixed(batches)) for p, batches in _bins(sizes, event.batches_per_epoch)]
     if order is BatchOrder.RESHUFFLED:
         return [(1.0, _reshuffled(sizes, rest, b, event.batches_per_epoch))]
     if order is BatchOrder.SHUFFLED_ONCE:
@@ -92,6 +94,17 @@ def _shuffles(sizes: Counts, rest: int, batch_size: int) -> Iterator[tuple[float
         left = tuple(k - n for k, n in zip(sizes, batch, strict=True))
         unused = max(0, sum(sizes) + rest - batch_size) - sum(left)
         for q, later in _shuffles(left, unused, batch_size):
+            yield p * q, [batch, *later]
+
+
+def _bins(sizes: Counts, bins: int) -> Iterator[tuple[float, list[Counts]]]:
+    """The batches of an epoch, if every record draws one of them."""
+    if bins == 1:
+        yield 1.0, [sizes]
+        return
+    for p, batch in _poisson(sizes, 1 / bins):
+        left = tuple(k - n for k, n in zip(sizes, batch, strict=True))
+        for q, later in _bins(left, bins - 1):
             yield p * q, [batch, *later]
 
 

@@ -21,8 +21,13 @@ from strategies import SAMPLED, quick_search
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds.composition import step_profile
 from hidden_state_accountants.bounds.solvers.distance_law import DistanceLaw
-from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window
-from hidden_state_accountants.bounds.solvers.sampled_windows import Plan, SampledSteps, Windows
+from hidden_state_accountants.bounds.solvers.windows import (
+    Plan,
+    QuickLosses,
+    SampledSteps,
+    Window,
+    Windows,
+)
 from hidden_state_accountants.bounds.subsampling import _SampledRun
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.process.stretching import Stretching

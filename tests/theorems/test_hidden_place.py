@@ -320,3 +320,17 @@ def test_sums_that_are_too_long_reveal_the_place(monkeypatch):
     assert hidden_places(process, between, is_replaced=False)
     monkeypatch.setattr(two_places, "_MOST_TERMS", 3)
     assert hidden_places(process, between, is_replaced=False) == ()
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_recent_epochs_of_equal_steps_start_from_what_was_before(monkeypatch, is_replaced):
+    run = cyclic_run(batch_order="shuffled_once", weight_decay=0.3, num_steps=41)
+    process = noisy_process(run, SPECIAL)
+    whole = hidden_places(process, np.ones(4), is_replaced=is_replaced)
+    monkeypatch.setattr(two_places, "_NEGLIGIBLE", 0.5)
+    for every, recent in zip(
+        whole, hidden_places(process, np.ones(4), is_replaced=is_replaced), strict=True
+    ):
+        assert (recent.to_record >= every.to_record * (1 - 1e-12)).all()
+        assert (recent.to_record <= 1.5 * every.to_record).all()
+        assert not np.array_equal(recent.to_record, every.to_record)

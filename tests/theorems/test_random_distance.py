@@ -23,8 +23,7 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
     law_of_sum,
     rough_levels,
 )
-from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window
-from hidden_state_accountants.bounds.solvers.sampled_windows import best_plan
+from hidden_state_accountants.bounds.solvers.windows import QuickLosses, Window, best_plan
 from hidden_state_accountants.bounds.subsampling import (
     FOR_SMALL_DELTAS,
     USUAL,

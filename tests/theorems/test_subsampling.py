@@ -15,8 +15,8 @@ from scipy import integrate, stats
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Composition, Subsampling
 from hidden_state_accountants.bounds.composition import record_mus
-from hidden_state_accountants.bounds.solvers.sampled_windows import Plan, SampledSteps, Windows
 from hidden_state_accountants.bounds.solvers.shifts import least_mu_squared
+from hidden_state_accountants.bounds.solvers.windows import Plan, SampledSteps, Windows
 from hidden_state_accountants.bounds.subsampling import USUAL, _SampledRun
 from hidden_state_accountants.curves import composed_loss, losses
 from hidden_state_accountants.curves.base import alternatives, known_of

@@ -29,11 +29,10 @@ from hidden_state_accountants import (
     compose_guarantees,
     validate,
 )
-from hidden_state_accountants.bounds.assumptions import COMMON
+from hidden_state_accountants.bounds.assumptions import COMMON, OF_EVERY_RUN
 from hidden_state_accountants.events.batch_order import parse_batch_order
 from hidden_state_accountants.guarantee import merge_assumptions
 from hidden_state_accountants.ledger import refuse_in_budget
-from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Run
 from hidden_state_adapters.opacus.gradients import read
 from hidden_state_adapters.opacus.noise import whose_noise

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError
+from hidden_state_accountants.bounds.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.guarantee import Status, merge_assumptions
-from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.opacus.schedule import DeclaredSchedule
 

@@ -18,8 +18,8 @@ from hidden_state_accountants import (
     would_gain,
 )
 from hidden_state_accountants.advice import report_lines
+from hidden_state_accountants.bounds.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
-from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.public_numbers import warn_of_delta
 from hidden_state_adapters.tf_privacy.record import FOREIGN_LOOP, RecordedRun

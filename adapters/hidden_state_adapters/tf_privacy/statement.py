@@ -11,7 +11,7 @@ from hidden_state_accountants import (
     LastIterateDpEvent,
     validate,
 )
-from hidden_state_accountants.runs.assumptions import OF_EVERY_RUN
+from hidden_state_accountants.bounds.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.runs.statement import Statement, description_of
 
 

@@ -1,4 +1,4 @@
-r"""How far apart two runs may be at the ends of the epochs, if every epoch has an order of its own.
+r"""Distances of two runs at the ends of the epochs, if every epoch has an order of its own.
 
 Theorem A for orders that are drawn anew (docs/theory/hidden_place.md). For numbers
 :math:`Z_0 = Z_E = 0, Z_e \ge 0`, the *carries*, an epoch e in which the record is at position j
@@ -48,8 +48,8 @@ class EpochCosts:
         total: The same sum over all steps, shape (epochs, 1).
         weight_before: One over `before`; 0 if there are no such steps.
         weight_after: One over the sum of the steps from t on.
-        is_released: Whether the iterate after the epoch is released, shape (epochs,).
-        scale: What a cost is multiplied with.
+        is_released: True where the iterate after the epoch is released, shape (epochs,).
+        scale: The unit of all costs.
     """
 
     whole: np.ndarray
@@ -97,13 +97,10 @@ class EpochCosts:
         return cls(whole, mass, before, total, weight_before, weight_after, released, scale)
 
     def costs(self, carries: np.ndarray) -> np.ndarray:
-        """v_e(j) in units of `scale`, shape (epochs, positions).
+        """v_e(j) in units of `scale`, shape (epochs, positions), of the carries Z_0, ..., Z_E.
 
         The shifts are proportional to (C_t sigma_t)**2 / C_t: over the whole epoch where what was
         carried into it is enough until the record comes, otherwise in two parts.
-
-        Args:
-            carries: Z_0, ..., Z_E, shape (epochs + 1,).
         """
         return self._costs_of(self._parts(carries))
 
@@ -130,13 +127,7 @@ class EpochCosts:
     def newton_step(
         self, carries: np.ndarray, is_free: np.ndarray, weight: float
     ) -> tuple[np.ndarray, float]:
-        """What to subtract from the carries, and the decrease that this promises.
-
-        Args:
-            carries: Z_0, ..., Z_E.
-            is_free: Which of them may change.
-            weight: As for `objective`.
-        """
+        """The step of Newton's method to subtract from the carries, and its promised decrease."""
         parts, total = self._parts(carries), self.total
         costs = weight * self._costs_of(parts)
         shares = np.exp(costs - costs.max(axis=1, keepdims=True))
@@ -171,7 +162,7 @@ class EpochCosts:
 
 
 class _Parts(NamedTuple):
-    """What has to be shifted in every epoch, for every position; shapes as for the costs."""
+    """Masses to be shifted in every epoch, for every position; shapes as for the costs."""
 
     carried: np.ndarray  # into the epoch, seen from its end, shape (epochs, 1)
     own: np.ndarray  # what is left to be shifted after it
@@ -217,11 +208,8 @@ def _minimised(
 def carried_curve(epochs: EpochCosts, carries: np.ndarray) -> GaussianMixtureCurve:
     """The mean over the positions in all epochs, which are independent and uniform.
 
-    The law of the cost is computed on a grid, every cost rounded up.
-
-    Args:
-        epochs: Of a run.
-        carries: Any that are >= 0, and 0 at the start and where an iterate is released.
+    The law of the cost is computed on a grid, every cost rounded up. Any carries are valid that are
+    >= 0, and 0 at the start and where an iterate is released.
     """
     costs = epochs.costs(carries)
     lowest, highest = costs.min(axis=1), costs.max(axis=1)

@@ -52,13 +52,10 @@ _TINY = 1e-9  # share of the mass, or of the weight, before which steps are put 
 
 @attrs.frozen(eq=False)
 class CoinSteps:
-    """The steps of a segment seen from the end, whose coins are tossed with one probability.
+    """The steps of a segment seen from the end, whose coins show heads with probability `rate`.
 
-    Attributes:
-        masses: m_i >= 0, shape (steps,).
-        weights: w_i > 0 up to a common factor with m_i**2, shape (steps,).
-        certain: The mass of the steps before them, which is counted whatever their coins say.
-        rate: q in (0, 1).
+    Masses m_i >= 0 and weights w_i > 0, up to a common factor with m_i**2, have shape (steps,).
+    `certain` is the mass of the steps before them, which counts whatever their coins say.
     """
 
     masses: np.ndarray
@@ -75,14 +72,9 @@ class CoinSteps:
         rate: float,
         initial: float = 0.0,
     ) -> CoinSteps | None:
-        """The steps of arrays in the order of time; None if their numbers are out of range.
+        """The steps of arrays in the order of time, c_t, s_t and sigma_t; None if out of range.
 
-        Args:
-            contraction: c_t >= 0, shape (T,).
-            sensitivity: s_t >= 0, shape (T,).
-            noise_std: sigma_t >= 0, shape (T,).
-            rate: q in (0, 1).
-            initial: A distance before the first step, whatever the coins were.
+        `initial` is a distance before the first step, whatever the coins were.
         """
         unit = float(noise_std[-1])
         with np.errstate(divide="ignore"):
@@ -112,8 +104,7 @@ def tails(steps: CoinSteps) -> list[tuple[np.ndarray, np.ndarray]]:
 def law_of_tails(tails: Sequence[tuple[np.ndarray, np.ndarray]]) -> DistanceLaw:
     """The law of the root of what exceeds every level with the smallest of some probabilities.
 
-    Args:
-        tails: Levels of mu**2, ascending from 0, and bounds on the probability of more.
+    `tails` are levels of mu**2, ascending from 0, and bounds on the probability of more.
     """
     levels = np.unique(np.concatenate([levels for levels, _ in tails]))
     above = np.ones(len(levels))
@@ -131,12 +122,8 @@ def law_of_tails(tails: Sequence[tuple[np.ndarray, np.ndarray]]) -> DistanceLaw:
 class _Stage:
     """Masses that arise at one step, all of them independent of those of other stages.
 
-    Attributes:
-        probabilities: Of the outcomes.
-        cost: What the outcomes cost if V = 0.
-        cost_of_v: What they cost for each unit of V.
-        added: What V grows by.
-        q: Q_i; V**2 is at most Q_i times the cost after it.
+    An outcome costs `cost` if V = 0, and `cost_of_v` more for each unit of V, which grows by
+    `added`. V**2 is at most Q_i, `q`, times the cost after it.
     """
 
     probabilities: np.ndarray
@@ -148,12 +135,7 @@ class _Stage:
 
 @attrs.frozen(eq=False)
 class _Walk:
-    """The stages from the last step back, and what is charged to every tail.
-
-    Attributes:
-        stages: In the order in which V grows.
-        rare: The probability of outcomes that none of them has.
-    """
+    """The stages in the order in which V grows, and the probability of outcomes that none has."""
 
     stages: list[_Stage]
     rare: float

@@ -40,12 +40,9 @@ _MOST_HEADS = 4000.0
 class _Cycles:
     """Costs of cycles, by the group of their length, and where the recursion goes.
 
-    Attributes:
-        numbers: Of steps that others are rounded up to, ascending from 0.
-        group: Of every cost.
-        costs: B**2 / L, rounded up.
-        masses: The sum of the probabilities of a cost over the lengths it stands for.
-        rare: The probability of numbers of heads that are left out, in all cycles together.
+    Numbers of steps are rounded up to `numbers`, ascending from 0. A cost, B**2 / L rounded up, has
+    a `group` and a mass: the sum of its probabilities over the lengths that the group stands for.
+    `rare` is the probability of numbers of heads that are left out, in all cycles together.
     """
 
     numbers: np.ndarray
@@ -84,9 +81,7 @@ class _Cycles:
     def moments(self, weights: np.ndarray, sources: np.ndarray) -> np.ndarray:
         """The recursion of the law in numbers, by place; inf if they do not converge.
 
-        Args:
-            weights: Of the groups, in place of their laws; shape (groups,).
-            sources: What every place adds; shape (groups + 1,).
+        `weights` take the place of the laws of the groups; `sources` are added at every place.
         """
         result = sources.copy()
         for rung in range(1, len(self.numbers)):
@@ -116,13 +111,8 @@ class _Cycles:
 def tails(num_steps: int, rate: float) -> list[tuple[np.ndarray, np.ndarray]]:
     """Levels of (sigma/s)**2 mu**2, ascending from 0, and bounds on the probability of more.
 
-    Args:
-        num_steps: T >= 1.
-        rate: q in (0, 1).
-
-    Returns:
-        One pair for the whole law and one for each part of it that a finer grid looks at; none if
-        more than 4,000 participations are expected.
+    One pair is about the whole law of T steps at rate q, one about each part of it that a finer
+    grid looks at; there is none if more than 4,000 participations are expected.
     """
     if num_steps * rate > _MOST_HEADS:
         return []
@@ -150,6 +140,8 @@ def tails(num_steps: int, rate: float) -> list[tuple[np.ndarray, np.ndarray]]:
     result = [(np.arange(_CELLS) * width, np.minimum(above * (1 + _ROUNDING), 1.0))]
     for level in _BODIES:
         width = float(result[0][0][np.argmax(above <= level)]) / (_CELLS - 1)
+        if not width:  # the record is hardly ever in a batch
+            break
         # Damped, so that what leaves the grid does not come back.
         law, error = _law(cycles, width, math.log(_WRAPPED) / (2 * _CELLS * width))
         below = np.cumsum(law * (1 - _ROUNDING) - error)

@@ -27,10 +27,7 @@ _BULK, _TAIL = 1e-6, 1e-16  # survival probabilities where the bulk ends, and wh
 class DistanceLaw:
     """A discrete law that is stochastically larger than another one.
 
-    Attributes:
-        levels: >= 0, ascending.
-        probabilities: Of the levels; together with `rare` their sum is 1.
-        rare: The probability of values beyond the levels.
+    The probabilities of the levels, which ascend, and `rare`, that of more, sum to 1.
     """
 
     levels: np.ndarray
@@ -62,10 +59,9 @@ def law_of_sum(
     Args:
         weights: w_j >= 0, any shape (n,).
         rate: q in (0, 1].
-        largest: >= 0, finite.
-        precision: Cells per weight of the grid: the levels are too large by about a share of
-            1/precision.
-        certain: >= 0, what is added whatever the coins are.
+        largest: Largest value, finite.
+        precision: Cells per weight: the levels are too large by about a share of 1/precision.
+        certain: Part of the sum that does not depend on the coins, >= 0.
     """
     weights = np.minimum(weights[weights > 0], largest)
     total = float(weights.sum())

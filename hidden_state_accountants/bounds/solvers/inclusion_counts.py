@@ -40,7 +40,7 @@ def inclusions(order: BatchOrder, num_steps: int, period: int, rate: float) -> I
     300 steps with batches drawn step by step are rounded up, by at most 0.4 percent.
 
     Args:
-        order: How the records are dealt.
+        order: Order of the batches.
         num_steps: T.
         period: Batches per epoch, for the epoch-wise orders.
         rate: The probability of taking part in a step, for POISSON and WITHOUT_REPLACEMENT.

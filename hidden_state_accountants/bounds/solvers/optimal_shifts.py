@@ -30,15 +30,8 @@ class ShiftProblem:
 
     .. math:: f_t(z) = \kappa_t z + \min(\ell_t z^\lambda, \text{cap}_t) + s_t
 
-    Attributes:
-        decay: kappa_t in [0, 1].
-        coefficient: l_t >= 0.
-        cap: >= 0, finite.
-        sensitivity: s_t >= 0.
-        noise_std: sigma_t >= 0.
-        exponent: lambda in (0, 1].
-        diameter: R; no two iterates are further apart.
-        own_at_once: Whether every step pays its own s_t, as Chien & Li ask: z_t <= f_t - s_t.
+    kappa_t is `decay`, l_t `coefficient`. No two iterates are further apart than `diameter`. With
+    `own_at_once` every step pays its own s_t, as Chien & Li ask: z_t <= f_t - s_t.
     """
 
     decay: np.ndarray
@@ -67,7 +60,7 @@ class ShiftProblem:
         return np.asarray(self.decay[step] * distances + bend + self.sensitivity[step])
 
     def least_shift(self, step: int) -> float:
-        """What a step pays at least."""
+        """The least shift that a step pays."""
         return float(self.sensitivity[step]) if self.own_at_once else 0.0
 
     def tracked_distance(self) -> np.ndarray:
@@ -78,10 +71,9 @@ class ShiftProblem:
         return np.array(distances)
 
     def mu_of(self, start: int, distance: float, plan: np.ndarray) -> tuple[float, np.ndarray]:
-        """mu for z_start = `distance` and the plan z_(start+1)..z_T, cut to what is feasible.
+        """An upper bound of mu for z_start = `distance` and a plan z_(start+1)..z_T.
 
-        Returns:
-            An upper bound of mu, and the plan that it belongs to.
+        The plan is cut to what is feasible, and returned as well.
         """
         wanted = np.nan_to_num(np.maximum(plan, 0.0), nan=0.0)
         wanted[-1] = 0.0
@@ -109,10 +101,8 @@ class ShiftProblem:
 def least_mu(problem: ShiftProblem, distances: np.ndarray | None = None) -> float:
     """The least mu that the search finds; composition (z = 0 throughout) is one of the plans.
 
-    Args:
-        problem: The steps.
-        distances: D_0..D_T, if they are tracked otherwise than by f_t. All noise is 1 then, and the
-            first step holds the record.
+    `distances` are D_0..D_T, if they are tracked otherwise than by f_t. All noise is 1 then, and
+    the first step holds the record.
     """
     trimmed = _trimmed(problem)
     if trimmed is None:

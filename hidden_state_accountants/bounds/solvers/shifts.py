@@ -60,7 +60,7 @@ def _add(left: Block, right: Block) -> Block:
 
 
 def _slopes_fall(left: Block, right: Block) -> bool:
-    """Whether S/W of `left` is at least that of `right`, so that the two must be pooled.
+    """Returns whether S/W of `left` is at least that of `right`, so that the two must be pooled.
 
     Where rounding decides, "no" is the safe answer: unpooled blocks are feasible shifts.
     """
@@ -81,10 +81,7 @@ def _cost(block: Block) -> float:
 
 
 class BlockStack:
-    """The blocks of an isotonic regression that is extended at one end.
-
-    Args:
-        grows_left: Whether `push` adds steps before (True) or after (False) those seen so far.
+    """The blocks of an isotonic regression that is extended at its left or its right end.
 
     `push` takes amortised O(1), `cost_with` O(log(number of blocks)): every entry stores the
     aggregate of the entries down to a skew-binary jump target (Myers 1983).
@@ -161,13 +158,8 @@ def least_mu_squared(
 ) -> float:
     """Minimum of mu**2 over the shifts, and over the starts tau where a shift bound is known.
 
-    Args:
-        contraction: c_t, shape (T,).
-        sensitivity: s_t, shape (T,).
-        noise_std: sigma_t, shape (T,).
-        initial_shift: z_0.
-        known_shift: Shape (T + 1,); entry tau bounds |X_tau - X'_tau| (NaN: nothing beyond what
-            the recursion gives). The entries 0 and T are ignored.
+    c_t, s_t and sigma_t have shape (T,), `known_shift` T + 1: entry tau bounds |X_tau - X'_tau|
+    (NaN: nothing beyond what the recursion gives); the entries 0 and T are ignored.
 
     A longer suffix never costs less, so the scan from step T backwards stops as soon as the suffix
     alone costs as much as the best start so far: O(T), as of starts that are alike one is tried.
@@ -222,9 +214,8 @@ def _mantissas(contraction: np.ndarray) -> tuple[list[float], list[int]]:
 def mu_squared_from_start(process: NoisyProcess, start: int, stop: int) -> np.ndarray | None:
     """mu**2 of the steps start+1..stop from a shared state, by the first batch of the record.
 
-    Returns:
-        Shape (min(period, stop - start),); entry i for the record whose first batch is that of step
-        start+1+i. None if the products of the moduli leave the range of a double.
+    Entry i is for the record whose first batch is that of step start+1+i; None if the products of
+    the moduli leave the range of a double.
     """
     sums = _Epochs.of(process, start, stop)
     return None if sums is None else np.array([_column(c) for c in sums.columns()]) * sums.scale
@@ -239,7 +230,7 @@ def _column(blocks: list[Block]) -> float:
 
 @attrs.frozen(eq=False)
 class _Epochs:
-    """What a participation and the steps up to the next one sum up to, seen from the end.
+    """The sums of a participation and the steps up to the next one, seen from the end.
 
     Arrays of (epochs, positions), the first step at position 0. Epochs that a contraction has made
     e**150 times smaller are left out, and what is left of their shifts comes with the next one.
@@ -329,10 +320,9 @@ def mu_squared_of_equal_steps(
     Args:
         contraction: c >= 0.
         shift_in_noise: s/sigma in [0, inf].
-        period: l >= 1, the steps from one participation to the next.
-        participations: How many there are, >= 0, an array; 0 where the record never takes part.
-        last: Steps from the last one on, in 1..l, an array of the same shape; 1 where the record
-            never takes part.
+        period: Steps from one participation to the next, l >= 1.
+        participations: Their number, an array; 0 where the record never takes part.
+        last: Steps from the last one on, in 1..l, an array of the same shape; 1 without one.
         gap: Steps from the last one but one to the last one, in 1..l; None for l.
     """
     total, last = np.asarray(participations), np.asarray(last, dtype=np.float64)
@@ -408,13 +398,10 @@ def _regression(first: _Sums, second: _Sums, third: _Sums) -> np.ndarray:
 
 
 def by_tails(num_steps: int, of_tail: Callable[[int], np.ndarray]) -> np.ndarray:
-    """The smallest mu**2 that the last steps of a long run show, entry by entry.
+    """The smallest mu**2 that the last steps of a run of more than `LONG` show, entry by entry.
 
-    Any start of a window is valid, so more steps are looked at only while they help.
-
-    Args:
-        num_steps: Of the run, more than `LONG`.
-        of_tail: Maps a number of steps, less than `num_steps`, to upper bounds.
+    Any start of a window is valid, so more steps are looked at only while they help. `of_tail` maps
+    a number of steps to upper bounds.
     """
     best = of_tail(_TAILS[0])
     for tail in (tail for tail in _TAILS[1:] if tail < num_steps):

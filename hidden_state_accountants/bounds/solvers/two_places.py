@@ -23,6 +23,8 @@ _SPAN = 300.0  # nats of products of moduli within an epoch, or in a group of ep
 _FORGOTTEN = -250.0  # log of a product of moduli: all epochs before it are one group
 _GROWTH = 0.01  # of what comes after a group of epochs or places, which it may have
 _MOST_TERMS = 120_000
+_MOST_STEPS = 20_000_000  # arrays of 160 MB
+_NEGLIGIBLE = 1e-20  # share of a step that all before the steps that are looked at may have left
 _FEW_PLACES = 0.25  # growth of groups of places in two epochs, every pair of which is a pattern
 _MOST_PATTERNS = 2000
 _TINY = 1e-300  # what underflows is rounded up: no shift is forgotten
@@ -59,7 +61,7 @@ class EpochSums:
     @classmethod
     def of(cls, process: NoisyProcess, start: int, stop: int) -> EpochSums | None:
         """Sums up the steps start+1..stop; None if a product of moduli is out of range."""
-        period, steps = process.period, slice(start, stop)
+        period, steps = min(process.period, process.num_steps), slice(start, stop)
 
         def by_epoch(values: np.ndarray) -> np.ndarray:
             return np.pad(values, (start % period, -stop % period)).reshape(-1, period)
@@ -98,14 +100,13 @@ class EpochSums:
         )
 
     def mu_squared(self, moves: Mapping[int, float], initial: float = 0.0) -> float:
-        """Returns mu**2 of two runs that differ at some positions of every epoch.
+        """mu**2 of two runs, `initial` apart, that differ at some positions of every epoch.
 
-        Args:
-            moves: The distance of their updates at each position, in sensitivities of the process.
-            initial: The distance of the two runs at the start of the segment.
+        `moves` are the distances of their updates there, in sensitivities of the process.
         """
-        ordered = sorted(moves.items())
-        cuts = [0, *(position for position, _ in ordered), self.weights.shape[1]]
+        period = self.weights.shape[1]  # positions that are never reached are beyond it
+        ordered = sorted(move for move in moves.items() if move[0] < period)
+        cuts = [0, *(position for position, _ in ordered), period]
         sums = np.stack(
             [self.weights[:, a:b].sum(axis=1) for a, b in itertools.pairwise(cuts)], axis=1
         )
@@ -127,21 +128,21 @@ class EpochSums:
 def hidden_places(
     process: NoisyProcess, between: np.ndarray, *, is_replaced: bool
 ) -> tuple[Places, ...]:
-    """Returns the distances of Theorem F for one secret order, for each home of the record.
+    """The distances of Theorem F for one secret order, for each home of the record.
 
     In R the record's place at home is empty, and the record that the pattern exchanges with it is
-    in its own place.
+    in its own place. There is none where products of moduli are out of range, or the sums have too
+    many terms.
 
     Args:
         process: The process under the relation.
         between: B_k, shape (period,).
         is_replaced: True if the record is replaced by another one, False if it has no gradient.
-
-    Returns:
-        One entry for each home; none where products of moduli are out of range, or the sums have
-        too many terms.
     """
+    process, before = _recent(process)
     period, steps = process.period, process.num_steps
+    if steps > _MOST_STEPS:
+        return ()
     ends = (*process.release_steps, steps)
     segments = [EpochSums.of(process, *cut) for cut in itertools.pairwise((0, *ends))]
     sums = [segment for segment in segments if segment is not None]
@@ -155,41 +156,47 @@ def hidden_places(
     one = 1 / 2 if is_replaced else 1.0  # the shift of one gradient, in sensitivities
 
     def distances(places: np.ndarray, at_place: float, home: int) -> np.ndarray:
-        unique, index = np.unique(places, return_inverse=True)
         found = [
-            sum(segment.mu_squared({place: at_place, home: one}) for segment in sums)
-            for place in unique.tolist()
+            sum(
+                segment.mu_squared({place: at_place, home: one}, (at_place + one) * before)
+                for segment in sums
+            )
+            for place in places.tolist()
         ]
-        return np.sqrt(found)[index]
+        return np.sqrt(found)
 
     result = []
-    for home, places in looked_at.items():
+    for home, by_place in looked_at.items():
+        places, firsts, counts = np.unique(by_place, return_index=True, return_counts=True)
         to_record = to_other = distances(places, 2 * one, home)
         if not is_replaced:
-            to_other = distances(places, one, home)
-            to_other[home] = 0.0  # R is the other run
-        _, firsts, index = np.unique(places, return_index=True, return_inverse=True)
-        largest = np.maximum.reduceat(between, firsts)[index]
-        weights = np.full(period, 1 / period)
-        result.append(Places.of(weights, to_record, largest, to_other))
+            # At home R is the other run.
+            to_other = np.where(places == home, 0.0, distances(places, one, home))
+        largest = np.maximum.reduceat(between, firsts)
+        result.append(Places.of(counts / period, to_record, largest, to_other))
     return tuple(result)
+
+
+def _recent(process: NoisyProcess) -> tuple[NoisyProcess, float]:
+    """The last epochs of equal steps, and what one gradient an epoch before them has moved."""
+    c, period = float(process.contraction[0]), process.period
+    if not process.is_constant or process.release_steps or not 0 < c < 1:
+        return process, 0.0
+    kept = math.log(_NEGLIGIBLE * (1 - c)) / math.log(c)
+    start = int((process.num_steps - kept) // period) * period
+    if start <= 0:
+        return process, 0.0
+    return process.from_step(start), float(process.sensitivity[0]) / (1 - c**period)
 
 
 def places_of_fresh_orders(
     process: NoisyProcess, initial: float, *, is_replaced: bool
 ) -> tuple[Places, ...]:
-    """Returns the distances of Theorem F where every epoch of a process has an order of its own.
+    """The distances of Theorem F where one or two epochs have an order of their own, by the homes.
 
-    A pattern is a place in each of them, and so is a home.
-
-    Args:
-        process: One or two epochs, under the relation, without releases.
-        initial: The distance of the run with the record from both others at the start.
-        is_replaced: As for `hidden_places`.
-
-    Returns:
-        One entry for each choice of the homes; none where products of moduli are out of range, the
-        last step has no noise, or two epochs have too many patterns.
+    A pattern is a place in each of them, and so is a home. The run with the record is `initial`
+    apart from both others at the start. There is none where products of moduli are out of range,
+    the last step has no noise, or two epochs have too many patterns.
     """
     period, steps = process.period, process.num_steps
     sums = EpochSums.of(attrs.evolve(process, period=steps), 0, steps)

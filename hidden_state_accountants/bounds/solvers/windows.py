@@ -1,4 +1,9 @@
-"""The search of Theorem C: where the window starts, which steps hide the shift, the split."""
+"""The search of Theorem C: where the window starts, which steps hide the shift, the split.
+
+Windows are compared by composed privacy losses, quickly and roughly: good enough to choose one,
+never to claim. The characteristic function of the sum of independent losses is a product, which a
+transform of a few thousand numbers turns into the law of the sum.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
-from scipy import special
+from scipy import fft, signal, special
 
 from hidden_state_accountants.bounds.solvers.distance_law import (
     DistanceLaw,
@@ -17,8 +22,7 @@ from hidden_state_accountants.bounds.solvers.distance_law import (
     law_of_sum,
     rough_levels,
 )
-from hidden_state_accountants.bounds.solvers.quick_losses import QuickLosses, Window
-from hidden_state_accountants.curves.profiles import Profile
+from hidden_state_accountants.curves.profiles import Deltas, Profile
 from hidden_state_accountants.process.stretching import Stretching
 
 _SPLITS = (12, 4, -2)  # of beta
@@ -37,6 +41,13 @@ _SHARE_UP = 0.25  # of a cell, by which levels of a rough one are too large on a
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
 _LATE = 2**11  # coins that are looked at first
 _FORGOTTEN = 1e-4  # the share of the distance that steps long ago may have
+_CELLS = 2048
+_FINER = 32  # cells of a single mechanism in one cell of the sum: its losses are much smaller
+_SMALLEST = 1e-300  # delta has a logarithm
+_VANISHED = -32.0  # logarithm of a characteristic function: less than its transform's error
+_NODE_RATIO = 1.02  # of neighbouring losses of a single mechanism
+# The losses that are looked at, by the epsilon: what is 20 above it counts as if it were infinite.
+_REACH, _FAR, _ABOVE = 16.0, 3.0, 20.0
 
 
 @attrs.frozen(eq=False)
@@ -47,12 +58,12 @@ class SampledSteps:
         stretching: Bounds on products of moduli.
         distance: D_tau, a bound on |X_tau - X'_tau| whatever the coins are, shape (T + 1,); the
             first one is 0 if no steps are before.
-        sensitivity: s_t, what a step adds to the distance if its batch holds the record, (T,).
+        sensitivity: s_t, the distance that a step adds if its batch holds the record, (T,).
         noise_std: sigma_t, shape (T,).
         step_mu: The parameter of `profile_of` of each step, shape (T,); few values.
         rate: q, the probability that a batch holds the record.
-        is_constant: Whether all steps are equal.
-        before: How many equal steps are before.
+        is_constant: True if all steps are equal.
+        before: Number of equal steps before.
     """
 
     stretching: Stretching
@@ -71,7 +82,7 @@ class Plan:
 
     Attributes:
         length: Steps of the window.
-        shifted: Its last steps, which carry shifts.
+        shifted: Number of the last steps, which carry shifts.
         beta: The share of their noise variance that hides the record.
     """
 
@@ -95,11 +106,8 @@ def best_plan(
 ) -> Plan | None:
     """The window with about the smallest epsilon; None if the whole segment is better.
 
-    Args:
-        steps: The segment.
-        profile_of: The sampled mechanism of a step, by its mu.
-        delta: Where the candidates are compared, or a smaller one if the best epsilon is 0 there.
-        count: How many such segments are composed.
+    Windows are compared at `delta`, or a smaller one if the best epsilon is 0 there, composed
+    `count` times.
     """
     windows = Windows(attrs.evolve(steps, stretching=steps.stretching.rough()))
     if windows.total < 2 and not steps.before:
@@ -114,7 +122,7 @@ def _best_plan(
     delta: float,
     count: int,
 ) -> Plan | None:
-    """As `best_plan`, of windows whose laws are kept from one delta to the next."""
+    """The plan of `best_plan`, of windows whose laws are kept from one delta to the next."""
     plan: Plan | None = None
     quick_at = functools.partial(QuickLosses, profile_of, delta, count=count)
     whole = scale = _scale_of(windows.whole(), quick_at)
@@ -147,7 +155,7 @@ def moved(
     delta: float,
     count: int = 1,
 ) -> Plan:
-    """What short moves make of a plan for these steps or others; arguments as for `best_plan`."""
+    """A plan, for these steps or others, after short moves; arguments as for `best_plan`."""
     windows = Windows(steps)
     quick_at = functools.partial(QuickLosses, profile_of, delta, count=count)
     scale = _scale_of(windows.rough(plan), quick_at)
@@ -158,7 +166,7 @@ def moved(
 
 
 def window_of(steps: SampledSteps, plan: Plan) -> Window:
-    """What dominates a segment, given a plan for it or for another one."""
+    """A pair that dominates a segment, given a plan for it or for another one."""
     return Windows(steps).window(plan, *_FINE)
 
 
@@ -181,37 +189,16 @@ class _Search:
         self._known: dict[Plan, float] = {}
 
     def on_grid(self, epsilon: float, plan: Plan | None) -> tuple[float, Plan | None]:
-        """The best plan of a grid; given are the epsilon to beat and what has it.
-
-        Every second length is tried with one share, with all of them if none of these is better,
-        and then the best one and those beside it with all.
-        """
+        """The best plan of a grid; given are the epsilon to beat and the plan that has it."""
         total = self._windows.total
         number = 2 + int(_LENGTHS * math.log(total, 4))
-        lengths = np.unique(np.geomspace(1, total - 1, number).round().astype(int))
-        every_second = lengths[::-2].tolist()  # the longest one too
-        epsilon, plan = self._best_of(every_second, _SHARES[:1], epsilon, plan)
-        if plan is None:
-            epsilon, plan = self._best_of(every_second, _SHARES, epsilon, plan)
-        if plan is None:
-            return math.inf, None
-        place = int(np.searchsorted(lengths, plan.length))
-        near = lengths[max(0, place - 1) : place + 2].tolist()
-        return self._best_of(near, _SHARES, epsilon, plan)
-
-    def _best_of(
-        self,
-        lengths: list[int],
-        shares: tuple[float, ...],
-        epsilon: float,
-        plan: Plan | None,
-    ) -> tuple[float, Plan | None]:
-        for length, share, number in itertools.product(lengths, shares, _SPLITS):
-            candidate = Plan(length, max(1, round(share * length)), split(number))
+        lengths = np.unique(np.geomspace(1, total - 1, number).round().astype(int)).tolist()
+        for length, share, odds in itertools.product(lengths, _SHARES, _SPLITS):
+            candidate = Plan(length, max(1, round(share * length)), split(odds))
             found = self.epsilon(candidate)
             if found < epsilon:
                 epsilon, plan = found, candidate
-        return epsilon, plan
+        return epsilon if plan else math.inf, plan
 
     def refined(self, epsilon: float, plan: Plan) -> tuple[float, Plan]:
         """Long moves, from a plan and from the best known one of another length."""
@@ -224,7 +211,7 @@ class _Search:
     def moved(
         self, epsilon: float, plan: Plan, moves: Sequence[tuple[float, int]]
     ) -> tuple[float, Plan]:
-        """What ever smaller moves make of a plan."""
+        """The plan after ever smaller moves."""
         for factor, splits in moves:
             while better := self._first_better(epsilon, self._moves(plan, factor, splits)):
                 epsilon, plan = better
@@ -238,36 +225,22 @@ class _Search:
         return None
 
     def _moves(self, plan: Plan, factor: float, splits: int) -> list[Plan]:
-        """One coordinate, or several that may make up for each other, up or down."""
-        number, moves = _number_of(plan.beta), []
+        """One coordinate, or two that may make up for each other, up or down."""
+        moves = []
         for f, n in ((factor, splits), (1 / factor, -splits)):
-            length, shifted, fewer = (
-                _times(plan.length, f),
-                _times(plan.shifted, f),
-                _times(plan.shifted, 1 / f),
-            )
-            beta = split(number + n)
-            # Steps are whole: few of them change by more, and the split has to make up for more.
-            more = n * max(1, round(math.log(length / plan.length) / math.log(f)))
-            longer, opposite = split(number + more), split(number - more)
+            beta = split(_number_of(plan.beta) + n)
+            length, shifted = _times(plan.length, f), _times(plan.shifted, f)
             moves += [
                 attrs.evolve(plan, beta=beta),
                 attrs.evolve(plan, shifted=shifted),
                 attrs.evolve(plan, shifted=shifted, beta=beta),
-                Plan(length, min(shifted, length), longer),
                 attrs.evolve(plan, length=length, shifted=min(plan.shifted, length)),
-                attrs.evolve(plan, length=length, shifted=min(fewer, length)),
-                attrs.evolve(plan, length=length, beta=opposite),
-                Plan(length, min(fewer, length), opposite),
             ]
-        return [
-            move
-            for move in moves
-            if move.shifted <= move.length < self._windows.total and 0 < move.beta < 1
-        ]
+        total = self._windows.total
+        return [m for m in moves if m.shifted <= m.length < total and 0 < m.beta < 1]
 
     def epsilon(self, plan: Plan) -> float:
-        """Of one window, roughly."""
+        """Rough epsilon of one window."""
         if plan not in self._known:
             self._known[plan] = self._quick.epsilon(self._windows.rough(plan))
         return self._known[plan]
@@ -319,13 +292,7 @@ class Windows:
         return self._window(plan, self._rough_laws[start])
 
     def window(self, plan: Plan, precision: int, levels: int) -> Window:
-        """What dominates the segment.
-
-        Args:
-            plan: The parameters.
-            precision: Of the law of the distance; see `law_of_sum`.
-            levels: Of the law of the distance.
-        """
+        """A pair that dominates the segment; `precision` and `levels` are those of its law."""
         start = self.total - plan.length
         if self._steps.is_constant and start >= self._memory:
             start = self.total  # more equal steps never leave a smaller distance
@@ -371,11 +338,9 @@ class Windows:
         return float(before) - self._log_weights[plan.shifted] / 2
 
     def _coins(self, start: int, first: int = 0) -> tuple[np.ndarray, float, float]:
-        """What each coin adds to the distance after `start` steps, the largest one, and a start.
+        """The distance that each coin adds after `start` steps, the largest, and that at the start.
 
-        Args:
-            start: Steps before the window.
-            first: Of them, how many have coins that are left out.
+        The first coins may be left out.
         """
         stops = range(first + 1, start + 1)
         with np.errstate(over="ignore"):
@@ -405,3 +370,129 @@ class Windows:
         with np.errstate(over="ignore"):
             sums = np.cumsum(np.exp(self._steps.stretching.log_product(0, stops)))
         return 1 + int(np.searchsorted(sums, (1 - _FORGOTTEN) * sums[-1]))
+
+
+# Rough privacy losses
+
+
+@attrs.frozen(eq=False)
+class Window:
+    """Pairs that together dominate a segment: of sampled mechanisms, and of a mixture of Gaussians.
+
+    `sampled_mus` are pairs (mu, count). The coins before the window choose one of the `shift_mus`,
+    which ascend, with the probabilities `shift_weights`, or none, with probability `rare`.
+    """
+
+    sampled_mus: tuple[tuple[float, int], ...]
+    shift_mus: np.ndarray
+    shift_weights: np.ndarray
+    rare: float = 0.0
+
+
+class QuickLosses:
+    """Approximate epsilons at a delta, of compositions of sampled mechanisms and Gaussian mixtures.
+
+    Args:
+        profile_of: Maps a mu to the pair of a step whose batch holds the record with it.
+        delta: Delta at which epsilon is read.
+        scale: Rough size of the epsilon that is looked for: larger ones are read off less well, and
+            those that are several times as large not at all.
+        count: Number of times that a window is composed.
+    """
+
+    def __init__(
+        self, profile_of: Callable[[float], Profile], delta: float, scale: float, count: int = 1
+    ):
+        self._profile_of, self._delta, self._count = profile_of, delta, count
+        reach = min(_REACH * scale, _FAR * scale + _ABOVE)
+        self._steps: dict[float, np.ndarray] = {}
+        self.width = 2 * reach / _CELLS
+        self._frequencies = math.pi / reach * np.arange(_CELLS // 2 + 1)
+        self._losses = self.width * np.arange(_CELLS // 2)
+
+    def epsilon(self, window: Window) -> float:
+        """Epsilon of a pair that dominates a segment, `count` times; inf beyond the reach."""
+        return self._crossing(self.deltas(window))
+
+    def deltas(self, window: Window) -> np.ndarray:
+        """At the epsilons 0, width, 2 width, ..."""
+        total = np.zeros(len(self._frequencies), dtype=complex)
+        for mu, count in window.sampled_mus:
+            total += self._count * count * self._step(mu)
+        alive = np.flatnonzero(total.real > _VANISHED)
+        # The phase of the first frequency is pi times the mean loss over the reach. Losses beyond
+        # the reach would come back from its other end, as small ones.
+        near = self._is_near(window.shift_mus)
+        shift = self._count * float(window.shift_weights[near] @ window.shift_mus[near] ** 2 / 2)
+        if not len(alive) or shift * self._frequencies[1] - total[1].imag > math.pi:
+            return np.ones(len(self._losses))  # nothing is left of the losses within the reach
+        kept = 1 + int(alive[-1])
+        spectrum = np.zeros(len(total), dtype=complex)
+        spectrum[:kept] = np.exp(total[:kept])
+        spectrum[:kept] *= (
+            self._mixture(window.shift_mus, window.shift_weights, kept) ** self._count
+        )
+        # A law with atoms is smoothed, by few cells: a transform that is cut off would ring.
+        last = math.log(max(abs(spectrum[-1]), _SMALLEST))
+        spectrum *= np.exp(-max(0.0, last - _VANISHED) * np.linspace(0, 1, len(spectrum)) ** 2)
+        law = fft.irfft(spectrum, _CELLS)[: _CELLS // 2]
+        infinite = 1 - float(spectrum[0].real)
+        above = np.cumsum(law[::-1])[::-1]
+        # sum over x > epsilon of p(x) exp(epsilon - x), from the last loss on
+        discounted = signal.lfilter([1.0], [1.0, -math.exp(-self.width)], law[::-1])[::-1]
+        return np.asarray(np.maximum(infinite + above - discounted, _SMALLEST))
+
+    def _crossing(self, deltas: np.ndarray) -> float:
+        first = int(np.argmax(deltas <= self._delta))
+        if deltas[first] > self._delta:
+            return math.inf
+        if first == 0:
+            return 0.0
+        low, high = np.log(deltas[first - 1 : first + 1]).tolist()
+        share = (low - math.log(self._delta)) / (low - high) if low > high else 1.0
+        return (first - 1 + share) * self.width
+
+    def _step(self, mu: float) -> np.ndarray:
+        """The logarithm of the characteristic function of one step, without infinite losses."""
+        if mu not in self._steps:
+            fine = self.width / _FINER
+            profile = self._profile_of(mu)
+            last = min(_CELLS // 2 * _FINER, math.ceil(profile.largest / fine) + 1)
+            nodes = np.unique(
+                np.geomspace(1, last, 2 + int(math.log(last) / math.log(_NODE_RATIO))).astype(int)
+            )
+            above = _masses(profile.forward, nodes * fine)
+            below = _masses(profile.backward, nodes * fine)
+            law = np.zeros(_CELLS * _FINER)
+            np.add.at(law, nodes, above)
+            np.add.at(law, -nodes, below * np.exp(-nodes * fine))
+            infinite = float(profile.forward(np.array(nodes[-1] * fine)))
+            law[0] += max(0.0, 1 - infinite - law.sum())
+            transform = fft.rfft(law)[: len(self._frequencies)]
+            self._steps[mu] = np.log(np.where(transform == 0, _SMALLEST, transform))
+        return self._steps[mu]
+
+    def _mixture(self, mus: np.ndarray, weights: np.ndarray, number: int) -> np.ndarray:
+        """The characteristic function of the shift, at the first frequencies."""
+        frequencies, near = self._frequencies[:number], self._is_near(mus)
+        squares = mus[near, None] ** 2 / 2
+        turns = np.repeat(np.exp(-1j * squares * self._frequencies[1]), number, axis=1)
+        turns[:, 0] = 1.0
+        np.cumprod(turns, axis=1, out=turns)  # the frequencies are multiples of one
+        turns *= np.exp(-squares * frequencies**2)
+        return np.asarray(weights[near] @ turns)
+
+    def _is_near(self, mus: np.ndarray) -> np.ndarray:
+        """Says where mu**2 / 2 + 6 mu is within the reach; other losses are infinite."""
+        return np.asarray(mus < math.sqrt(36 + 2 * self._losses[-1]) - 6)
+
+
+def _masses(deltas: Deltas, losses: np.ndarray) -> np.ndarray:
+    """Masses around each loss > 0, by the polygon through the divergences."""
+    known = deltas(np.concatenate([[0.0], losses]))
+    steps = np.diff(np.concatenate([[0.0], losses]))
+    falls = known[:-1] - known[1:]
+    masses = falls / -np.expm1(-steps)
+    with np.errstate(over="ignore"):  # far above all losses that are looked at
+        masses[:-1] -= falls[1:] / np.expm1(steps[1:])
+    return np.maximum(masses, 0.0)
