@@ -1,5 +1,6 @@
 """Opacus' own engine with accountant="hidden_state": what is read, refused and accounted."""
 
+import itertools
 from unittest import mock
 
 import attrs
@@ -141,6 +142,11 @@ def test_a_hook_by_hand_says_nothing_of_its_loader():
         accountant.declare_run()
     loop.epoch()
     assert accountant.get_epsilon(DELTA) > 0
+    loop.model.allow_grad_accumulation()
+    for features, labels in itertools.islice(loop.loader, 2):
+        loop.criterion(loop.model(features), labels).backward()
+    with pytest.raises(hsa.UnsupportedRunError, match="gradients of 3 batches"):
+        loop.optimizer.step()  # eight batches at a rate are no batch at eight times the rate
 
 
 @pytest.mark.parametrize("declare", [True, False])

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from hidden_state_adapters.opacus import (
-    BallProjection,
     Batches,
     BlockCoordinateOptimizer,
     DiceSGDOptimizer,
@@ -186,9 +185,6 @@ CASES = {
         order: {"batch_order": SEEDED.get(order, order)}
         for order in ("cyclic", "full", *SEEDED)
     },
-    "decay, sum": {
-        "sgd": {"lr": 0.05, "weight_decay": 0.1}, "loss_reduction": "sum", "loss_geometry": None
-    },
     "adam": {"loss_geometry": None, "sgd": {"momentum": 0.9}, "batch_order": "cyclic"},
     "per layer": {
         "loss_geometry": None, "clipping": "per_layer", "max_grad_norm": [0.2, 0.1], "deep": False
@@ -198,43 +194,28 @@ CASES = {
         "deep": True, "loss_geometry": None, "max_grad_norm": 0.3, "grad_sample_mode": "ghost",
         "criterion": nn.CrossEntropyLoss(),
     },
-    "hooks": {"grad_sample_mode": "hooks"},
     "torch": {"wrapper": DistributedDataParallel},
     "empty parts": {"batch_order": SEEDED["poisson"], "loader": {"batch_size": 2}},
     "plain": {"wrapper": None, "distributed": True},
     "pieces": {"physical": 2},
-    "pieces of dice": {**DICE, "physical": 2},
     "dice": DICE,
     "dice poisson": {**DICE, "batch_order": SEEDED["poisson"]},
     "blocks": {
         "optimizer_class": BlockCoordinateOptimizer, "blocks": True, "deep": True,
         "loss_geometry": None, "max_grad_norm": 0.3,
     },
-    "ball": {"after": BallProjection(1.5)},
     "noise": {"noise_multiplier": 1.0, "noise_seed": 3},
-    "noise of dice": {**DICE, "noise_multiplier": 1.0, "noise_seed": 3},
     "noise of pieces": {"noise_multiplier": 1.0, "noise_seed": 3, "physical": 3},
 }  # fmt: skip
 """Runs without noise, or with known noise: they take the same way in any number of processes."""
 
 
-def _options(case):
-    options = dict(CASES[case])
-    if options.get("loss_reduction") == "sum":
-        options = {**options, "is_sum": True}
-    return options, options.pop("physical", None)
-
-
 def trajectory(case):
-    options, physical = _options(case)
-    is_sum = options.pop("is_sum", False)
+    options = dict(CASES[case])
+    physical = options.pop("physical", None)
     if not distributed.is_initialized():
         options.pop("distributed", None)
-    run = Training(**options)
-    if is_sum:
-        run.criterion = nn.CrossEntropyLoss(reduction="sum")
-    run.epochs(physical=physical)
-    return run.weights
+    return Training(**options).epochs(physical=physical).weights
 
 
 def trajectory_on(device):
@@ -336,26 +317,27 @@ def _outcome(run, act):
     return text, True
 
 
-def skips_a_step():
+def _every_step(act):
+    """The outcome of an epoch whose steps `act` takes."""
     run = Training(noise_multiplier=1.0)
 
-    def act():
+    def epoch():
         for index, batch in enumerate(run.loader):
-            if index != 1 or rank() != 1:
-                run.step(batch)
+            act(run, index, batch)
 
-    return _outcome(run, act)
+    return _outcome(run, epoch)
+
+
+def skips_a_step():
+    return _every_step(lambda run, i, batch: None if i == 1 == rank() else run.step(batch))
 
 
 def refuses_a_step(which=1):
-    run = Training(noise_multiplier=1.0)
+    def act(run, index, batch):
+        longer = 2.0 if index == 1 and rank() == which else 1.0
+        run.step((longer * batch[0], batch[1]))
 
-    def act():
-        for index, (features, targets) in enumerate(run.loader):
-            longer = 2.0 if index == 1 and rank() == which else 1.0
-            run.step((longer * features, targets))
-
-    return _outcome(run, act)
+    return _every_step(act)
 
 
 def refuses_a_piece():
@@ -373,28 +355,21 @@ def refuses_a_piece():
 
 
 def changes_the_rate():
-    run = Training(noise_multiplier=1.0)
+    def act(run, index, batch):
+        run.step(batch)
+        if rank() == 1:
+            run.optimizer.param_groups[0]["lr"] = 0.25
 
-    def act():
-        for batch in run.loader:
-            run.step(batch)
-            if rank() == 1:
-                run.optimizer.param_groups[0]["lr"] = 0.25
-
-    return _outcome(run, act)
+    return _every_step(act)
 
 
 def writes_a_parameter():
-    run = Training(noise_multiplier=1.0)
+    def act(run, index, batch):
+        run.step(batch)
+        if rank() == 1:
+            run.inner.bias.data += 1e-3
 
-    def act():
-        for batch in run.loader:
-            run.step(batch)
-            if rank() == 1:
-                with torch.no_grad():
-                    run.inner.bias += 1e-3
-
-    return _outcome(run, act)
+    return _every_step(act)
 
 
 def takes_one_step_too_many():
@@ -404,27 +379,11 @@ def takes_one_step_too_many():
 
 
 def leaves_early():
-    run = Training(noise_multiplier=1.0)
-
-    def act():
-        for index, batch in enumerate(run.loader):
-            if index == 2 and rank() == 1:
-                return
-            run.step(batch)
-
-    return _outcome(run, act)
+    return _every_step(lambda run, i, batch: None if i == 2 and rank() else run.step(batch))
 
 
 def dies():
-    run = Training(noise_multiplier=1.0)
-
-    def act():
-        for index, batch in enumerate(run.loader):
-            if index == 1 and rank() == 1:
-                os._exit(1)
-            run.step(batch)
-
-    return _outcome(run, act)
+    return _every_step(lambda run, i, batch: os._exit(1) if i == 1 == rank() else run.step(batch))
 
 
 def starts_with(options, others):

@@ -321,9 +321,7 @@ class HiddenStateAccountant(IAccountant):
             )
 
     def _take_step(self, made: MadePrivate, optimizer: DPOptimizer) -> None:
-        """Records the step that an optimizer is about to take; what is refused after `_admit` ends
-        the run.
-        """
+        """Records the next step of an optimizer; what is refused after `_admit` ends the run."""
         step, is_first = len(self) + 1, not made.num_steps
         self._admit(made, optimizer, step)
         try:
@@ -332,10 +330,8 @@ class HiddenStateAccountant(IAccountant):
                 check_noise(optimizer)
             _check_finite(optimizer, step)
             if made.run is None:
-                batches = optimizer.accumulated_iterations
-                if batches == 1:
-                    count_rows(optimizer, step)
-                self._add_row(optimizer.noise_multiplier, made.sample_rate * batches)
+                count_rows(optimizer, step)
+                self._add_row(optimizer.noise_multiplier, made.sample_rate)
                 self._lineage.undeclared += 1
             else:
                 made.run.observe(optimizer)
