@@ -117,7 +117,6 @@ class HiddenStateAccountant(IAccountant):
         criterion: Any = None,
         feature_norm: float | None = None,
         loss_geometry: LossGeometry | str | None = None,
-        projection_radius: float | None = None,
         batch_order: BatchOrder | str | None = None,
         dataset_size: int | None = None,
         batch_size: int | None = None,
@@ -133,8 +132,6 @@ class HiddenStateAccountant(IAccountant):
             criterion: The loss of the training loop, of the whole output of a linear head.
             feature_norm: Bound on the norm of every record at the linear layer, declared by you.
             loss_geometry: A LossGeometry, instead of a criterion. Neither gives composition.
-            projection_radius: Radius of the ball around 0 on which you project ALL parameters
-                together after every step.
             batch_order: Compared with what is read. "shuffled_once" says of a fixed order that it
                 was drawn uniformly and nobody ever learns it.
             dataset_size: Compared with what is read: n.
@@ -165,7 +162,6 @@ class HiddenStateAccountant(IAccountant):
             criterion=criterion,
             feature_norm=feature_norm,
             loss_geometry=loss_geometry,
-            projection_radius=projection_radius,
             batch_order=batch_order and parse_batch_order(batch_order),
             dataset_size=dataset_size,
             batch_size=batch_size,

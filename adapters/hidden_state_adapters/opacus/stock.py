@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import sys
 from collections.abc import Mapping
 from types import FrameType
@@ -29,14 +28,13 @@ from hidden_state_accountants import (
     LossGeometry,
     RunRecorder,
     UnsupportedRunError,
-    validate,
 )
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS
 from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import criteria
 from hidden_state_adapters.opacus.frozen import refuse_packed_sequences
-from hidden_state_adapters.opacus.gradients import ROUNDING, check_clip_margin, joint_norm, rows_of
+from hidden_state_adapters.opacus.gradients import check_clip_margin, rows_of
 from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
 from hidden_state_adapters.opacus.order import (
     description_of,
@@ -75,17 +73,14 @@ _SECRETS = {
 }
 
 
-def on_trust(order: BatchOrder, loss: str = "the loss", radius: float | None = None) -> Assumption:
+def on_trust(order: BatchOrder, loss: str = "the loss") -> Assumption:
     """Returns all that the accountant of a stock engine takes on the user's word."""
-    outside = ""
-    if radius is not None:
-        outside = f", but for your projection on the ball of radius {radius:g} after every step"
     return Assumption.declared(
         "Opacus' samplers and its clipped per-example gradients are right, and the loop is the one "
         "of its tutorials: every batch of the loader is one step, no pass over it is left before "
         f"its end, every gradient is that of {loss} of one record by itself, nothing but the "
-        f"private optimizer changes the parameters{outside}, and the initial model does not depend "
-        f"on the records{_SECRETS.get(order, '')}"
+        "private optimizer changes the parameters, and the initial model does not depend on the "
+        f"records{_SECRETS.get(order, '')}"
     )
 
 
@@ -139,7 +134,6 @@ class StockRun(AccountedRun):
         criterion: Any,
         feature_norm: float | None,
         loss_geometry: LossGeometry | str | None,
-        projection_radius: float | None,
         **declared: Any,
     ):
         self._loss = loss_geometry if isinstance(loss_geometry, LossGeometry) else None
@@ -159,8 +153,6 @@ class StockRun(AccountedRun):
                 "constants are those of the loss that the loop computes. Pass criterion= and "
                 "feature_norm=."
             )
-        if projection_radius is not None:
-            validate.real("projection_radius", projection_radius, above=0)
         if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise UnsupportedRunError(
                 "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
@@ -172,7 +164,6 @@ class StockRun(AccountedRun):
         plan = read_loader(made.data_loader)
         self._batches = _compared(plan, declared)
         self._order = BatchOrder(self._batches["batch_order"])
-        self._radius = projection_radius
         criteria.check_convexity(self._loss, made.inner, [made.inner.parameters()])
         loss = "the declared loss" if self._loss is not None else "the loss"
         if criterion is not None:
@@ -181,24 +172,25 @@ class StockRun(AccountedRun):
             )
             loss = f"{criteria.as_module(criterion)} on the whole output"
             loss += f", with features of norm at most {feature_norm:g}"
-        super().__init__(self._new_recorder())
+        _, reason = self._update(made.optimizer)
+        if reason and self._loss is not None:
+            self._loss = None
+            _logger.info(
+                "No last-iterate theorem here covers this optimizer (%s), so epsilon is that of "
+                "composition.",
+                reason,
+            )
+        super().__init__(RunRecorder(**self._batches, loss=self._loss))
         self.recorder.check_relation(relation)
         self.assume(
             Assumption.checked(f"the loader deals {description_of(plan)}"),
             *made.coins,
-            on_trust(self._order, loss, self._radius),
+            on_trust(self._order, loss),
         )
-
-    def _new_recorder(self) -> RunRecorder:
-        """Returns a record without steps."""
-        diameter = math.inf if self._radius is None else 2 * self._radius
-        return RunRecorder(**self._batches, loss=self._loss, domain_diameter=diameter)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores a state into a run without steps, where the stock loader can go on."""
-        recorder, composed = self._new_recorder(), RunRecorder(**self._batches)
-        is_composition = _declared(recorder) != state.get("declared") == _declared(composed)
-        recorder = composed if is_composition else recorder
+        recorder = RunRecorder(**self._batches, loss=self._loss)
         recorder.load_state_dict(state)
         steps = recorder.num_steps
         in_epoch = -(-int(self._batches["dataset_size"]) // int(self._batches["batch_size"]))
@@ -212,8 +204,6 @@ class StockRun(AccountedRun):
                 "on where it was, and whose checkpoints can hold the order."
             )
         self.recorder = recorder
-        if is_composition:
-            self._loss = self._radius = None
         self.assume(*declared_by(state))
 
     def observe(self, optimizer: DPOptimizer) -> None:
@@ -225,10 +215,15 @@ class StockRun(AccountedRun):
         if rows is None and self._order is not BatchOrder.POISSON:
             rows = int(self._batches["batch_size"])  # all of the batch, as is the user's word
         update, reason = self._update(optimizer)
-        if not reason:
-            self._check(optimizer, step)
-        elif self._loss is not None or self._radius is not None:
-            self._become_composition(reason)
+        for param in [] if reason else optimizer.params:
+            check_precision("parameters", param)
+        if self._loss is not None:
+            if reason:
+                raise UnsupportedRunError(
+                    f"step {step} changed the optimizer: {reason}. Keep one update rule during a "
+                    "run; without what says something of the loss any rule is accounted."
+                )
+            check_clip_margin(float(optimizer.max_grad_norm), self._loss.lipschitz)
         noise, clip_norm = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
         taken = Step(noise_multiplier=noise, clip_norm=clip_norm, rows=rows, **update)
         self.recorder.add_counted(taken, 1)
@@ -241,35 +236,6 @@ class StockRun(AccountedRun):
             return update_of(optimizer, float(self._batches["batch_size"])), ""
         except UnsupportedUpdateError as error:
             return {}, error.what
-
-    def _check(self, optimizer: DPOptimizer, step: int) -> None:
-        """Raises UnsupportedRunError if no bound on hidden iterates is about a step."""
-        for param in optimizer.params:
-            check_precision("parameters", param)
-        if self._loss is not None:
-            check_clip_margin(float(optimizer.max_grad_norm), self._loss.lipschitz)
-        norm = 0.0 if self._radius is None else float(joint_norm(optimizer.params))
-        if self._radius is not None and not norm <= self._radius * (1 + ROUNDING):
-            raise UnsupportedRunError(
-                f"step {step} starts at norm {norm:.8g}, outside the ball of radius "
-                f"{self._radius:.8g}. Project all parameters together after every step. "
-                f"{_USE_ENGINE}"
-            )
-
-    def _become_composition(self, reason: str) -> None:
-        """Gives up what no theorem uses of another optimizer; before the first step only."""
-        if self.recorder.num_steps:
-            raise UnsupportedRunError(
-                f"step {self.recorder.num_steps + 1} changed the optimizer: {reason}. Keep one "
-                "update rule during a run."
-            )
-        self._loss = self._radius = None
-        self.recorder = self._new_recorder()
-        _logger.info(
-            "No last-iterate theorem here covers this optimizer (%s), so epsilon is that of "
-            "composition.",
-            reason,
-        )
 
 
 def check_processes(data_loader: Any, count: int) -> None:
@@ -303,10 +269,6 @@ def count_rows(optimizer: DPOptimizer, step: int) -> int | None:
     except UnsupportedRunError as error:
         raise UnsupportedRunError(f"step {step}: {error}") from None
     return None if optimizer._is_last_step_skipped else rows
-
-
-def _declared(recorder: RunRecorder) -> Any:
-    return recorder.state_dict()["declared"]
 
 
 @attrs.define(eq=False)
