@@ -56,9 +56,7 @@ class RandomKeys:
         return self._words(number, count, _KEYS)
 
     def _words(self, number: int, count: int, use: int) -> np.ndarray:
-        """Returns uniform 64-bit integers; with a seed or a secret, others for every number and
-        use.
-        """
+        """Returns uniform 64-bit integers, with a seed or secret others for every use."""
         if self.seed is not None:
             spawn_key = (number, use) if use else (number,)
             sequence = np.random.SeedSequence(self.seed, spawn_key=spawn_key)
@@ -251,9 +249,7 @@ class BatchPlan:
         return "" if self.is_secret else hash_of(self._drawn(0).order)
 
     def why_not_resumable(self, step: int) -> str:
-        """Returns the reason why a run after `step` steps needs the private state to go on,
-        or "".
-        """
+        """Returns the reason why a run needs the private state to go on after a step, or ""."""
         if not self.is_secret or self.is_seeded or self.draws_every_step or not step:
             return ""
         if self.repeats:
@@ -306,9 +302,7 @@ class BatchPlan:
 
 @attrs.frozen(eq=False)
 class _Draw:
-    """The batches of an epoch, or of a step: records in the order of use, and where each batch
-    ends.
-    """
+    """Batches of an epoch or a step: records in the order of use, where each batch ends."""
 
     order: Any
     ends: Sequence[int]

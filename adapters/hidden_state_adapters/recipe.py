@@ -86,9 +86,7 @@ class Target:
         return GaussianDpEvent(norms / mu)
 
     def centring_pays(self, records: int, columns: int) -> bool:
-        """Tells, by public numbers alone, whether the noise in the means is no longer than a
-        record.
-        """
+        """Tells, by public numbers, whether the noise in the means is no longer than a record."""
         return self.share(_STATISTICS).noise_multiplier * math.sqrt(columns) / records <= 1
 
     def whitening_pays(self, records: int, columns: int) -> bool:
@@ -97,9 +95,7 @@ class Target:
         return self.centring_pays(records, columns) and noise_is_short(std, records, columns)
 
     def correction_pays(self, records: int) -> bool:
-        """Tells, by public numbers alone, whether the noise in mean losses or residuals is
-        small.
-        """
+        """Tells, by public numbers, whether noise in mean losses or residuals is small."""
         return self.share(_CORRECTION).noise_multiplier / records <= _MOST_NOISE
 
 
@@ -336,9 +332,7 @@ def _together(*events: GaussianDpEvent | None) -> DpEvent | None:
 
 
 def shrunk(means: np.ndarray, std: float) -> np.ndarray:
-    """Returns noisy means, moved towards zero where they are mostly noise (James and Stein
-    1961).
-    """
+    """Returns noisy means, moved towards zero where noise is most (James and Stein 1961)."""
     square = float(means @ means)
     noise = max(len(means) - 2, 0) * std**2
     return means * (max(1 - noise / square, 0.0) if square > 0 else 0.0)

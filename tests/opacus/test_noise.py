@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import (
@@ -21,57 +21,46 @@ from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-DELTA, BATCH, RECORDS, SEED = 1e-5, 10, 60, 42
+DELTA, SEED = 1e-5, 42
 # So that the records do not matter: what differs between two models is noise.
 NOISE = {"noise_multiplier": 1000.0, "max_grad_norm": 0.1}
 CPU = torch.device("cpu")
 
 
-class Loop:
-    """A public script: it seeds torch, makes a softmax model private and trains it."""
+KINDS = {
+    "composition": {},
+    "Poisson": {"batch_order": "poisson"},
+    "DiceSGD": {"optimizer_class": DiceSGDOptimizer},
+    "DiceAdam": {"optimizer_class": DiceAdamOptimizer},
+    "DP-MBCD": {"optimizer_class": BlockCoordinateOptimizer},
+}
 
-    def __init__(self, kind, changed_record=0.0, **arguments):
+
+@pytest.fixture
+def make(make_run, dataset):
+    """A public script, which seeds torch, makes a softmax model private and trains it."""
+
+    def make(kind="composition", changed_record=0.0, **arguments):
         torch.manual_seed(SEED)
-        self.criterion = nn.CrossEntropyLoss()
-        features = torch.randn(RECORDS, 5)
-        features[0] += changed_record
-        features = nn.functional.normalize(features)
-        data = TensorDataset(features, torch.arange(RECORDS) % 3)
-        self.model, self.loader = nn.Linear(5, 3), DataLoader(data, batch_size=BATCH)
-        self.start = self.weights()
-        base = torch.optim.Adam if "DiceAdam" in kind else torch.optim.SGD
-        classes = {
-            "engine DiceSGD": {"optimizer_class": DiceSGDOptimizer},
-            "engine DiceAdam": {"optimizer_class": DiceAdamOptimizer},
-            "engine DP-MBCD": {"optimizer_class": BlockCoordinateOptimizer},
-            "engine Poisson": {"batch_order": "poisson"},
-        }
-        self.engine = HiddenStatePrivacyEngine()
-        self.private, self.optimizer, self.loader = self.engine.make_private(
-            module=self.model,
-            optimizer=base(self.model.parameters(), lr=0.01),
-            data_loader=self.loader,
-            **NOISE | {"batch_order": "cyclic"} | classes.get(kind, {}) | arguments,
+        features, labels = dataset.tensors
+        features = torch.cat([features[:1] + changed_record, features[1:]])
+        model, data = nn.Linear(5, 3), TensorDataset(nn.functional.normalize(features), labels)
+        base = torch.optim.Adam if kind == "DiceAdam" else torch.optim.SGD
+        return make_run(
+            model=model,
+            optimizer=base(model.parameters(), lr=0.01),
+            loader={"dataset": data},
+            loss_geometry=None,
+            **NOISE | KINDS[kind] | arguments,
         )
 
-    def epoch(self):
-        for features, labels in self.loader:
-            self.optimizer.zero_grad()
-            self.criterion(self.private(features), labels).backward()
-            self.optimizer.step()
-        return self
-
-    def weights(self):
-        return torch.cat([p.detach().flatten() for p in self.model.parameters()])
+    return make
 
 
-KINDS = [
-    "engine",
-    "engine Poisson",
-    "engine DiceSGD",
-    "engine DiceAdam",
-    "engine DP-MBCD",
-]
+def weights(run, epochs=0):
+    for _ in range(epochs):
+        run.epoch()
+    return torch.cat([p.detach().flatten() for p in run.plain_model.parameters()])
 
 
 def assert_independent(one, other):
@@ -82,23 +71,24 @@ def assert_independent(one, other):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_one_seed_and_neighbouring_data(kind):
+def test_one_seed_and_neighbouring_data(make, kind):
     """Otherwise who knows the seed subtracts the noise, and sees the record."""
-    one, other = (Loop(kind, changed_record=change).epoch() for change in (0.0, 1.0))
-    torch.testing.assert_close(one.start, other.start, rtol=0, atol=0)
-    assert_independent(one.weights() - one.start, other.weights() - other.start)
+    runs = [make(kind, changed_record=change) for change in (0.0, 1.0)]
+    starts = [weights(run) for run in runs]
+    torch.testing.assert_close(*starts, rtol=0, atol=0)
+    assert_independent(*(weights(run, 1) - start for run, start in zip(runs, starts, strict=True)))
 
 
-def test_a_run_that_goes_on_draws_other_noise(tmp_path):
+def test_a_run_that_goes_on_draws_other_noise(make, tmp_path):
     """Also with all private state: the generator is in no file."""
-    first = Loop("engine DiceSGD").epoch()
-    path = tmp_path / "checkpoint.pt"
+    first, path = make("DiceSGD"), tmp_path / "checkpoint.pt"
+    before = weights(first, 1)
     first.engine.save_checkpoint(path=path, stays_private=True, include_private_state=True)
-    before, moves = first.weights(), [first.epoch().weights()]
+    moves = [weights(first, 1)]
     for _ in range(2):
-        again = Loop("engine DiceSGD")
+        again = make("DiceSGD")
         again.engine.load_checkpoint(path=path, discard_later_steps=True)
-        moves.append(again.epoch().weights())
+        moves.append(weights(again, 1))
     for one, other in ((0, 1), (0, 2), (1, 2)):
         assert_independent(moves[one] - before, moves[other] - before)
 
@@ -166,11 +156,12 @@ def test_it_is_drawn_on_a_gpu():
         check_noise_source([one], torch.Generator())
 
 
-def test_another_generator_is_refused():
-    loop = Loop("engine").epoch()
-    loop.optimizer.generator = torch.Generator()
+def test_another_generator_is_refused(make):
+    run = make()
+    run.epoch()
+    run.optimizer.generator = torch.Generator()
     with pytest.raises(hsa.UnsupportedRunError, match="another noise generator"):
-        loop.epoch()
+        run.epoch()
 
 
 # --- a generator of the user's own ----------------------------------------------------------------
@@ -182,8 +173,10 @@ def listed(assumptions):
     return [str(a) for a in assumptions if OWN in str(a) or GIVEN in str(a)]
 
 
-def test_whose_noise_it_is_is_listed(tmp_path):
-    own, given = Loop("engine").epoch(), Loop("engine", noise_generator=torch.Generator()).epoch()
+def test_whose_noise_it_is_is_listed(make, tmp_path):
+    own, given = make(), make(noise_generator=torch.Generator())
+    for run in (own, given):
+        run.epoch()
     (line,) = listed(own.engine.assumptions)
     assert line.startswith(f"checked: {OWN}")
     (line,) = listed(given.engine.assumptions)
@@ -192,14 +185,13 @@ def test_whose_noise_it_is_is_listed(tmp_path):
     assert listed(given.engine.accountant.guarantee.assumptions) == listed(given.engine.assumptions)
     given.engine.save_checkpoint(path=tmp_path / "checkpoint.pt")
     later = HiddenStatePrivacyEngine()
-    later.load_checkpoint(path=tmp_path / "checkpoint.pt", module=own.private)
+    later.load_checkpoint(path=tmp_path / "checkpoint.pt", module=own.model)
     assert listed(later.assumptions) == listed(given.engine.assumptions)
 
 
-@pytest.mark.parametrize("kind", ["engine", "engine DiceSGD", "engine DP-MBCD"])
-def test_a_generator_that_is_none(kind):
+def test_a_generator_that_is_none(make):
     with pytest.raises(TypeError, match=r"noise_generator to be a torch.Generator or None, got in"):
-        Loop(kind, noise_generator=3)
+        make(noise_generator=3)
 
 
 @pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])

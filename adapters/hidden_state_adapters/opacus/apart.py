@@ -113,9 +113,7 @@ def outputs_of(
 
 
 class _Look:
-    """Computes what a model makes of a batch, with parts in eval() mode, and leaves it as it
-    was.
-    """
+    """Computes with parts in eval() mode, and leaves the model as it was."""
 
     _after: torch.Tensor  # the state of torch's generator when it was done
 
@@ -251,9 +249,7 @@ def _other(part: torch.Tensor, dim: int, factor: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def random_numbers_as_before(values: Iterable[Any] = ()) -> Iterator[None]:
-    """Lets torch (on the GPUs of `values`), numpy and Python then draw what they would have
-    drawn.
-    """
+    """Lets torch (and the GPUs of `values`), numpy and Python then draw as if nothing was."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     devices = {x.device.index for x in tensors if x.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002

@@ -99,9 +99,7 @@ class ComposedOptimizer(PrivateOptimizer):
 
     @property
     def why_composition(self) -> str:
-        """The reason why no bound on hidden iterates knows update or loss; "" if none was
-        passed.
-        """
+        """The reason why no bound on hidden iterates knows update or loss, or ""."""
         if self.update_rule == SGD.__name__:
             return "" if self.declared.arguments.criterion is None else _HALF
         return (
@@ -131,9 +129,7 @@ class ComposedOptimizer(PrivateOptimizer):
 
     @property
     def assumptions(self) -> Iterable[Assumption]:
-        """The assumptions; of a rule that is not one of torch's, that it sees noisy
-        gradients only.
-        """
+        """The assumptions, that on a rule that is not one of torch's among them."""
         yield from super().assumptions
         rule = type(self.original_optimizer)
         if rule.__module__.startswith("torch.optim"):

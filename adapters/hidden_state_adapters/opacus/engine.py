@@ -319,9 +319,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         noise_multiplier: float = 0.0,
         target: tuple[float, float, int] | None = None,
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
-        """Declares a run and starts it, for a target or with this noise: in all processes, or in
-        none.
-        """
+        """Starts a run with this noise or for a target: in all processes, or in none."""
         arguments = _with_optimizer_class(arguments)
         group, relation = self._join(arguments), self.accountant.neighboring_relation
         agreed: Any = (lambda prepare, _=None: prepare()) if group is None else group.agreed
@@ -352,9 +350,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def _make(
         self, declared: DeclaredRun, noise_multiplier: float, started: list[TrainingRun]
     ) -> Any:
-        """Returns what `make_private` does; `started` is given the run once the model has hooks of
-        it.
-        """
+        """Returns what `make_private` does; `started` holds the run once it has hooks."""
         arguments, generator = declared.arguments, declared.arguments.noise_generator
         if self.secure_mode and generator is not None:
             raise ValueError("Expected no noise_generator in secure mode, got one.")
@@ -390,9 +386,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         return module, optimizer, criterion, loader
 
     def _private_module(self, run: TrainingRun) -> Any:
-        """Returns the model in Opacus' wrapper, or in that of a linear head, which needs no
-        hooks.
-        """
+        """Returns the model in Opacus' wrapper; that of a head needs no hooks."""
         arguments, passes = run.declared.arguments, run.passes
         module: Any = arguments.module
         module = module._module if isinstance(module, HeadModule) else module
@@ -819,9 +813,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
 
 def _with_optimizer_class(arguments: RunArguments) -> RunArguments:
-    """Returns the arguments with private optimizer and options, or raises for those not
-    known here.
-    """
+    """Returns the arguments with the private optimizer and options of the mechanism."""
     mechanism, made = arguments.mechanism, arguments.optimizer_class
     if mechanism is not None:
         if not isinstance(mechanism, MechanismOptions):

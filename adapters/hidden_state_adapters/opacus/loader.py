@@ -42,9 +42,7 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
 
 @attrs.frozen(eq=False)
 class Delivery:
-    """A batch that the loader handed to the loop: its index in the record of the run, its
-    tensors.
-    """
+    """A batch that the loader handed to the loop: its index in the record, its tensors."""
 
     index: int
     tensors: tuple[torch.Tensor, ...]
@@ -365,9 +363,7 @@ class _Rows(Dataset):
 
     @classmethod
     def of(cls, dataset: Any) -> _Rows | None:
-        """Returns None unless the records are the rows of ordinary tensors, as torch's class deals
-        them.
-        """
+        """Returns None unless the records are the rows of ordinary tensors."""
         places: np.ndarray | None = None
         while type(dataset) is Subset:
             own = np.asarray(dataset.indices)

@@ -173,9 +173,7 @@ def plan_batches(
 
 
 def default_order(data_loader: DataLoader, poisson_sampling: bool | None) -> BatchOrder:
-    """Returns the order where `make_private` is told none: that of Opacus' engine, or the
-    loader's.
-    """
+    """Returns the order where none is told: that of Opacus' engine, or the loader's."""
     if poisson_sampling is not False:
         return BatchOrder.POISSON
     batches = getattr(data_loader, "batch_sampler", None)

@@ -40,9 +40,7 @@ class Totals(NamedTuple):
 
 
 class _Vote(NamedTuple):
-    """The part of one process in the vote of a step; not admitted where the run allows no step at
-    all.
-    """
+    """The part of one process in the vote of a step; not admitted: there is no step at all."""
 
     settings: str = ""
     totals: Totals = Totals(0, 0.0)

@@ -64,9 +64,7 @@ class AccountedRun:
         return {**self.recorder.state_dict(), **own}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a `state_dict` into a run without steps, or raises ValueError and changes
-        nothing.
-        """
+        """Restores a `state_dict` into a run without steps; a ValueError changes nothing."""
         self.recorder.load_state_dict(state)
         self.assume(*declared_by(state))
         self.id = state.get("run_id", self.id)
@@ -142,9 +140,7 @@ class Lineage:
 
 
 def _lineages(module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[Any]:
-    """Returns the lineages that parameters or modules hold (lists, where they are copies), each
-    once.
-    """
+    """Returns the lineages of parameters and modules (lists, of copies), each once."""
     parts = [] if module is None else module.modules()
     held = [*map(_trained.get, params), *(vars(part).get(_BEHIND) for part in parts)]
     return list({id(each): each for each in held if each is not None}.values())

@@ -89,9 +89,7 @@ ON_TRUST = on_trust(BatchOrder.POISSON)
 
 
 def _compared(plan: BatchPlan, declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of what a loader deals; raises UnsupportedRunError if others were
-    declared.
-    """
+    """Returns the fields of what a loader deals; raises if others were declared."""
     fields = plan.fields
     for name, given in declared.items():
         found = fields[name]
@@ -207,9 +205,7 @@ class StockRun(AccountedRun):
         self.assume(*declared_by(state))
 
     def observe(self, optimizer: DPOptimizer) -> None:
-        """Records the step that `optimizer` is about to take; raises UnsupportedRunError for
-        others.
-        """
+        """Records the step that `optimizer` is about to take, if it is one of the run."""
         step = self.recorder.num_steps + 1
         rows = count_rows(optimizer, step)
         if rows is None and self._order is not BatchOrder.POISSON:
@@ -398,18 +394,13 @@ def _check_layers(module: nn.Module) -> None:
 
 def check_noise(optimizer: DPOptimizer) -> None:
     """Raises UnsupportedRunError unless an optimizer draws all noise from its generator."""
-    if getattr(optimizer.add_noise, "__func__", None) not in _KNOWN:
+    name, counts = type(optimizer).__name__, hasattr(optimizer, "_adjusted_noise_multiplier")
+    if counts or getattr(optimizer.add_noise, "__func__", None) not in _KNOWN:
         raise UnsupportedRunError(
-            f"Expected DPOptimizer or another optimizer of Opacus for one device or DPDDP, got "
-            f"{type(optimizer).__name__}, which adds noise in a way of its own: it may come from "
-            "torch's default generator, and whoever knows the seed of the program knows it. Train "
-            "with an engine that makes a DPOptimizer."
-        )
-    if hasattr(optimizer, "_adjusted_noise_multiplier"):
-        raise UnsupportedRunError(
-            "Expected a fixed clip norm with ghost clipping, got PrivacyEngineAdaptiveClipping: it "
-            "counts the clipped gradients with noise of torch's default generator, and whoever "
-            "knows the seed of the program knows the count. Use opacus.PrivacyEngine."
+            "Expected a fixed clip norm and an optimizer of Opacus for one device or DPDDP, got "
+            f"{'PrivacyEngineAdaptiveClipping' if counts else name}: some of its noise comes from "
+            "torch's default generator, and whoever knows the seed of the program knows it. Use "
+            "opacus.PrivacyEngine, which makes a DPOptimizer."
         )
     check_noise_source(optimizer.params, None)
 

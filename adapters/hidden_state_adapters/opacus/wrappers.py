@@ -178,9 +178,7 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
         return {**vars(self), "outputs": {}, "_sums": []}
 
     def check_reached(self, losses: torch.Tensor) -> None:
-        """Raises UnsupportedRunError if losses reach a parameter beside the outputs of its
-        layer.
-        """
+        """Raises UnsupportedRunError if losses reach a parameter beside its layer's outputs."""
         trained = {id(param) for param in self.parameters() if param.requires_grad}
         waiting, seen = [losses.grad_fn], {None}
         while waiting:
@@ -225,9 +223,7 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
         return [(grad, None if grad is None else grad._version) for grad in grads]
 
     def get_norm_sample(self) -> torch.Tensor:
-        """Returns the norms of the gradients; UnsupportedRunError if a parameter has none of this
-        pass.
-        """
+        """Returns the norms of the gradients, if every parameter has one of this pass."""
         params: list[Any] = self.trainable_parameters
         if any(p._forward_counter or not hasattr(p, "_norm_sample") for p in params):
             raise UnsupportedRunError(f"The backward pass {NO_GRADIENTS}")
@@ -313,9 +309,7 @@ class RowLosses(DPLossFastGradientClipping):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> DPTensorFastGradientClipping:
-        """Returns one loss for each record, or raises UnsupportedRunError; `backward()` makes both
-        passes.
-        """
+        """Returns one loss for each record; `backward()` makes both passes."""
         made = super().__call__(*args, **kwargs)
         shape = tuple(made.loss_per_sample.shape)
         if len(shape) != 1:
