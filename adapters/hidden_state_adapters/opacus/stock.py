@@ -58,7 +58,6 @@ _KINDS = (
 _KNOWN: set[Any] = {kind.add_noise for kind in _KINDS}
 """What adds noise from `optimizer.generator`."""
 
-_USE_ENGINE = "Use hidden_state_adapters.opacus.HiddenStatePrivacyEngine, which deals the batches."
 _OWN_COINS = Assumption.checked(
     "Poisson batches drawn by a generator of the run's own, whose state the operating system drew "
     "and no seed of the program reaches"
