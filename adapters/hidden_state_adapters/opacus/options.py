@@ -223,11 +223,6 @@ class RunArguments:
                 f"{mode!r}: nothing computes the per-example gradients of the model there. Use "
                 '"functorch", which takes any layer, or "hooks".'
             )
-        if mode == "ghost" and not callable(self.criterion):
-            raise UnsupportedRunError(
-                f'Expected a criterion with grad_sample_mode="ghost", got {self.criterion!r}: '
-                "make_private returns it as third of four, as Opacus does. Pass criterion=."
-            )
         if mode == "ghost" and not self.wrap_model:
             raise UnsupportedRunError(
                 'Expected wrap_model = True with grad_sample_mode="ghost", got False: only the '
