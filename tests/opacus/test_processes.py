@@ -187,7 +187,6 @@ def test_a_process_with_another_program_is_refused(two, options, others, name):
     [
         ({"wrapper": None}, "Expected a model in Opacus' DPDDP"),
         ({"distributed": False}, "Expected a model in Opacus' DPDDP"),
-        ({"distributed": "yes"}, "Expected distributed to be True, False or None"),
         (
             {"ghost": True, "deep": True, "loss_geometry": None, "max_grad_norm": 0.3},
             'Expected grad_sample_mode = "hooks" with DistributedDataParallel',

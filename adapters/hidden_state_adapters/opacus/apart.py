@@ -249,7 +249,7 @@ def _other(part: torch.Tensor, dim: int, factor: int) -> torch.Tensor:
 
 @contextlib.contextmanager
 def random_numbers_as_before(values: Iterable[Any] = ()) -> Iterator[None]:
-    """Lets torch (and the GPUs of `values`), numpy and Python then draw as if nothing was."""
+    """Restores what torch (and GPUs of `values`), numpy and Python draw next."""
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     devices = {x.device.index for x in tensors if x.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002

@@ -195,16 +195,11 @@ def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[
     batches, sampler = data_loader.batch_sampler, data_loader.sampler
     if isinstance(batches, OrderedBatchSampler):
         return batches.plan.records
-    if batches is None:
-        raise UnsupportedRunError(
-            "Expected a DataLoader with a batch_size, got batch_size=None: without batches there "
-            f"is no step to account. {_FIXED_ORDER}"
-        )
     if type(batches) is not BatchSampler:
+        got = "batch_size=None" if batches is None else f"batch_sampler={type(batches).__name__}"
         raise UnsupportedRunError(
-            f"Expected a DataLoader with a batch_size, got batch_sampler="
-            f"{type(batches).__name__}, whose "
-            f"batches may overlap or vary in size. {_FIXED_ORDER}"
+            f"Expected a DataLoader with a batch_size, got {got}: its batches may overlap or vary "
+            f"in size, or there are none. {_FIXED_ORDER}"
         )
     sampler = batches.sampler
     size = len(data_loader.dataset)  # type: ignore[arg-type]

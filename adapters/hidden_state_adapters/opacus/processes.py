@@ -33,14 +33,17 @@ class AgreedError(UnsupportedRunError):
 
 
 class Totals(NamedTuple):
-    """Number of records of a whole batch, and the largest norm of their gradients."""
+    """Number of records of a whole batch, and the largest norm of their gradients: data."""
 
     rows: int
     largest_norm: float
 
+    def __repr__(self) -> str:
+        return "Totals"  # no text shows how large a batch was
+
 
 class _Vote(NamedTuple):
-    """The part of one process in the vote of a step; not admitted: there is no step at all."""
+    """The part of one process in the vote of a step, which the run may not allow at all."""
 
     settings: str = ""
     totals: Totals = Totals(0, 0.0)
@@ -150,8 +153,10 @@ class ProcessGroup:
             self._news.append((kind, text))
 
     def agree(self, settings: str, rows: int, largest_norm: float) -> Totals:
-        """Votes for a step, with all that has to be the same in words; returns figures of the
-        whole.
+        """Votes for a step; `settings` are all that has to be the same, in words.
+
+        Returns:
+            Figures of the whole batch.
 
         Raises:
             AgreedError: Another process refuses, steps with other settings, or does not answer.
@@ -238,11 +243,8 @@ def trains_together(module: nn.Module, distributed: bool | None) -> bool:
     """Tells whether several processes are to train a module together.
 
     Raises:
-        TypeError: `distributed` is something else than True, False or None.
         UnsupportedRunError: They cannot, or nobody said whether they do.
     """
-    if distributed not in (None, True, False):
-        raise TypeError(f"Expected distributed to be True, False or None, got {distributed!r}.")
     _refuse_shards(module)
     count, is_wrapped = num_processes(), isinstance(module, WRAPPERS)
     if distributed and not _is_initialized():

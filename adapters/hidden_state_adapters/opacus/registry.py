@@ -140,7 +140,7 @@ class Lineage:
 
 
 def _lineages(module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[Any]:
-    """Returns the lineages of parameters and modules (lists, of copies), each once."""
+    """Returns the lineages of parameters and modules, each once; of copies lists."""
     parts = [] if module is None else module.modules()
     held = [*map(_trained.get, params), *(vars(part).get(_BEHIND) for part in parts)]
     return list({id(each): each for each in held if each is not None}.values())
