@@ -11,6 +11,7 @@ from hidden_state_adapters.tf_privacy import (
     BlockCoordinateKerasOptimizer,
 )
 
+pytestmark = pytest.mark.usefixtures("row_by_row")
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 DELTA, RATE, CLIP, NOISE, L2 = 1e-5, 0.5, 1.5, 40.0, 0.25
 LOGISTIC = hsa.LossGeometry.logistic(1.0, bias=True)
@@ -174,7 +175,6 @@ CASES = {
 }
 
 
-@pytest.mark.usefixtures("row_by_row")
 @pytest.mark.parametrize("act", CASES, ids=lambda act: act.__name__)
 def test_refused(make_blocks, act):
     with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):

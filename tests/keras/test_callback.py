@@ -18,6 +18,7 @@ from hidden_state_adapters.tf_privacy import (
     cyclic_dataset,
 )
 
+pytestmark = pytest.mark.usefixtures("row_by_row")
 DELTA = 1e-5
 
 

@@ -85,11 +85,7 @@ def generated(*shapes):
 
 
 ALREADY_BATCHED = {
-    "with a smaller batch": lambda: pairs().batch(5),
     "with known shapes": lambda: pairs().batch(4, drop_remainder=True),
-    "padded": lambda: pairs().padded_batch(4),
-    "mapped, cached, prefetched": lambda: pairs().batch(4).map(lambda a, b: (a, b)).cache(),
-    "in a zip": lambda: tf.data.Dataset.zip((pairs().batch(4), pairs().batch(4))),
     "by cyclic_dataset": lambda: cyclic_dataset(X, Y, batch_size=4),
     "of one component": lambda: tf.data.Dataset.from_tensor_slices(X).batch(4),
     "by its signature": lambda: generated([None, 1], [None]),
@@ -118,31 +114,13 @@ def test_batches_are_read_as_keras_reads_them(drop_remainder):
     assert (held.number, held.batch_size, tuple(held.x.shape)) == (12, None, (12, 1))
 
 
-def halves_joined():
-    dataset = pairs().map(lambda a, b: (a, b))
-    return dataset.skip(6).concatenate(dataset.take(6))
-
-
 SINGLE = {
-    "halves in another order": halves_joined,
-    "by class": lambda: (
-        pairs().filter(lambda a, b: b > 0).concatenate(pairs().filter(lambda a, b: b <= 0))
-    ),
     "taken apart": lambda: pairs().batch(4).unbatch(),
-    "taken apart by hand": lambda: (
-        pairs().batch(4).flat_map(lambda *parts: tf.data.Dataset.from_tensor_slices(parts))
-    ),
     "matrices": lambda: tf.data.Dataset.from_tensor_slices((np.zeros((12, 4, 4)) + X[:, None], Y)),
     "of an open length, with one target": lambda: pairs().map(
         lambda a, b: (tf.reshape(a, [tf.cast(b, tf.int32) * 0 - 1]), b)
     ),
     "repeated once": lambda: pairs().repeat(1),
-    "chosen": lambda: tf.data.Dataset.choose_from_datasets(
-        [pairs().take(6), pairs().skip(6)], tf.data.Dataset.range(2).repeat()
-    ),
-    "sampled": lambda: tf.data.Dataset.sample_from_datasets(
-        [pairs().take(6), pairs().skip(6)], stop_on_empty_dataset=False
-    ),
 }
 
 
@@ -161,11 +139,6 @@ def cut(series, shift):
     return windows.enumerate().map(lambda number, x: (x, number))
 
 
-def endless():
-    while True:
-        yield from zip(X, Y, strict=True)
-
-
 class Draws(tf.keras.utils.Sequence):
     """With replacement."""
 
@@ -181,16 +154,6 @@ SERIES = np.random.default_rng(0).normal(size=15)
 WINDOWS = np.lib.stride_tricks.sliding_window_view(SERIES, 4)
 SEVERAL_TIMES = {
     "repeated": (lambda: pairs().repeat(3), "equal ones from what was read"),
-    "endlessly, and cut": (lambda: pairs().repeat().take(24), "equal ones from what was read"),
-    "joined with a copy": (
-        lambda: pairs().concatenate(pairs().shuffle(12)), "equal ones from what was read"
-    ),
-    "an endless generator, cut": (
-        lambda: tf.data.Dataset.from_generator(
-            endless, output_signature=(tf.TensorSpec([1], tf.float64), tf.TensorSpec([], tf.int64))
-        ).take(24),
-        "equal ones from what was read",
-    ),
     "sliding windows": (lambda: cut(SERIES, 1), "got windows"),
     "windows that overlap by half": (lambda: cut(SERIES, 2), "got windows"),
 }  # fmt: skip
@@ -208,20 +171,7 @@ def test_a_sequence_that_draws_again_and_arrays_of_windows_are_refused(given):
         HeldExamples(*given).check_each_once()
 
 
-@pytest.fixture
-def two_files(tmp_path):
-    for name in "ab":
-        lines = [f"{name}{number}" for number in range(6)]
-        (tmp_path / name).write_text("\n".join(lines))
-    return [str(tmp_path / name) for name in "ab"]
-
-
-def test_examples_of_files_and_of_two_parts_are_taken(two_files):
-    names = tf.data.Dataset.from_tensor_slices(two_files)
-    lines = names.interleave(tf.data.TextLineDataset)
-    parts = tf.data.Dataset.zip((pairs().map(lambda x, y: x), pairs().map(lambda x, y: y)))
-    for dataset in (lines, parts):
-        assert cyclic_dataset(dataset, batch_size=4).used == 12
+def test_windows_that_do_not_overlap_and_one_hot_targets_are_taken():
     for apart in (cut(SERIES, 4), cut(SERIES, 4).shuffle(3)):
         assert cyclic_dataset(apart, batch_size=1).used == 3
     assert cyclic_dataset(X, np.eye(12)[::-1], batch_size=4).used == 12  # one-hot targets

@@ -16,6 +16,7 @@ from hidden_state_adapters.tf_privacy import (
     DiceKerasSGDOptimizer,
 )
 
+pytestmark = pytest.mark.usefixtures("row_by_row")
 DELTA = 1e-5
 BOUND = 1.4143  # of the logistic loss on unit rows with a bias
 EXPECTED = hsa.DiceSgdDpEvent(
@@ -96,7 +97,6 @@ CASES = {
 }
 
 
-@pytest.mark.usefixtures("row_by_row")
 @pytest.mark.parametrize("act", CASES, ids=lambda act: act.__name__)
 def test_refused(make_dice, act):
     with pytest.raises(hsa.UnsupportedRunError, match=CASES[act]):

@@ -7,24 +7,17 @@ import pytest
 
 pytest.importorskip("tensorflow")
 import tensorflow as tf
+from keras_models import crossentropy as loss
+from keras_models import unit_rows
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import HiddenStateModel, HiddenStateSequential, PrivateRun
 
 RECORDS, FEATURES, CLASSES, BATCH, STEPS = 24, 4, 3, 6, 8
+X, Y = unit_rows(RECORDS, FEATURES, CLASSES)
 layers, losses = tf.keras.layers, tf.keras.losses
 AUTO = {"loss_geometry": "auto", "feature_norm": 2.0, "batch_order": "cyclic"}
 pytestmark = pytest.mark.usefixtures("without_graphs")
-
-
-def data():
-    random = np.random.default_rng(0)
-    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
-    x /= np.linalg.norm(x, axis=1, keepdims=True)
-    return x, random.integers(0, CLASSES, RECORDS)
-
-
-X, Y = data()
 
 
 class Scale(layers.Layer):
@@ -43,10 +36,6 @@ class Row(layers.Layer):
 
     def call(self, x):
         return x - tf.reduce_mean(x, 0) if self.mixes else x
-
-
-def loss(**kwargs):
-    return losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
 
 
 def looped(act, noise=0.0):

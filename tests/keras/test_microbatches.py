@@ -12,6 +12,7 @@ import tensorflow as tf
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import CyclicDPKerasSGDOptimizer
 
+pytestmark = pytest.mark.usefixtures("row_by_row")
 DELTA = 1e-5
 EXPECTED = hsa.LastIterateDpEvent(
     noise_multiplier=2.0,

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 import tensorflow as tf
+from keras_models import AUTO, crossentropy, unit_rows
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.batch_plans import SampledPlan
@@ -27,23 +28,9 @@ from hidden_state_adapters.tf_privacy.losses import RowLosses
 
 layers, losses = tf.keras.layers, tf.keras.losses
 RECORDS, FEATURES, CLASSES, BATCH = 24, 4, 3, 6
+X, Y = unit_rows(RECORDS, FEATURES, CLASSES)
 BINS = ("balls_in_bins", "balls_in_bins_redrawn")
 ORDERS = ("poisson", "cyclic", "reshuffled", "shuffled_once", "without_replacement", "full", *BINS)
-AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
-
-
-def data():
-    random = np.random.default_rng(0)
-    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
-    x /= np.linalg.norm(x, axis=1, keepdims=True)
-    return x, random.integers(0, CLASSES, RECORDS)
-
-
-X, Y = data()
-
-
-def crossentropy(**kwargs):
-    return losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
 
 
 def head(**kwargs):
@@ -547,7 +534,7 @@ def generated():
 
 
 @pytest.mark.parametrize("make_source", [Batches, generated])
-def test_batches_are_read_once(make_source, dealt, without_graphs):
+def test_batches_are_read_once(make_source, dealt, without_graphs, row_by_row):
     model, source = make(batch_order="reshuffled"), make_source()
     for again in (source, source, make_source()):
         model.fit(again, steps_per_epoch=RECORDS // BATCH, verbose=0)
@@ -570,7 +557,7 @@ def test_batches_are_read_once(make_source, dealt, without_graphs):
     ],
     ids=["poisson", "cyclic", "adam", "dice"],
 )
-def test_noise_is_found(settings, without_graphs):
+def test_noise_is_found(settings, without_graphs, row_by_row):
     """Learning rates are read off the schedule, the number of steps off fit."""
     schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.5, 3, 0.9)
     optimizer = {"optimizer": tf.keras.optimizers.SGD(schedule, weight_decay=0.2), **settings}

@@ -14,7 +14,7 @@ from hidden_state_accountants.auditing.linear_losses import LinearLosses
 from hidden_state_adapters import batch_plans
 from hidden_state_adapters.tf_privacy import DiceUpdate
 
-pytestmark = pytest.mark.usefixtures("without_graphs")
+pytestmark = pytest.mark.usefixtures("row_by_row", "without_graphs")
 SPECIAL, EPOCHS = NeighboringRelation.REPLACE_SPECIAL, 5
 
 

@@ -18,7 +18,7 @@ from hidden_state_adapters.tf_privacy import (
     lineage,
 )
 
-pytestmark = pytest.mark.usefixtures("without_graphs")
+pytestmark = pytest.mark.usefixtures("row_by_row", "without_graphs")
 SECRET = {"stays_private": True, "include_private_state": True}
 
 

@@ -10,7 +10,7 @@ from keras_models import SGD, STEPS, X, Y
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import HiddenStateSequential, lineage
 
-pytestmark = pytest.mark.usefixtures("without_graphs")
+pytestmark = pytest.mark.usefixtures("row_by_row", "without_graphs")
 callbacks, layers, EPOCHS = tf.keras.callbacks, tf.keras.layers, 4
 
 

@@ -22,7 +22,7 @@ SECRET = {"stays_private": True, "include_private_state": True}
 
 
 @pytest.fixture(autouse=True)
-def new_process(without_graphs):
+def new_process(row_by_row, without_graphs):
     """Forgets what the process knows, as a new one would."""
 
     def forget():

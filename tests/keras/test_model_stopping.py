@@ -12,7 +12,7 @@ from keras_models import AUTO, DELTA, SGD, STEPS, X, Y
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import BlockCoordinateUpdate
 
-pytestmark = pytest.mark.usefixtures("without_graphs")
+pytestmark = pytest.mark.usefixtures("row_by_row", "without_graphs")
 callbacks, EPOCHS = tf.keras.callbacks, 5
 
 

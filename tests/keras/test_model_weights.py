@@ -12,7 +12,7 @@ import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import DiceUpdate
 from hidden_state_adapters.tf_privacy.settings import Declared
 
-pytestmark = pytest.mark.usefixtures("without_graphs")
+pytestmark = pytest.mark.usefixtures("row_by_row", "without_graphs")
 CLASSES = 3
 Y = np.arange(RECORDS) % CLASSES
 OF_CLASSES, OF_EXAMPLES = {0: 0.5, 1: 1.0, 2: 2.0}, np.linspace(0, 2, RECORDS)

@@ -7,6 +7,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 import tensorflow as tf
+from keras_models import AUTO, crossentropy, unit_rows
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import UnsupportedRunError
@@ -18,25 +19,11 @@ from hidden_state_adapters.tf_privacy import (
 )
 
 RECORDS, FEATURES, CLASSES, BATCH, DELTA = 24, 4, 3, 6, 1e-5
-AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
-
-
-def data():
-    random = np.random.default_rng(0)
-    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
-    x /= np.linalg.norm(x, axis=1, keepdims=True)
-    return x, random.integers(0, CLASSES, RECORDS)
-
-
-X, Y = data()
+X, Y = unit_rows(RECORDS, FEATURES, CLASSES)
 
 
 def stack():
     return [tf.keras.layers.Dense(CLASSES, kernel_initializer="ones")]
-
-
-def loss():
-    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
 def sgd():
@@ -64,7 +51,7 @@ def settings(optimizer="sgd", **kwargs):
 
 def private_run(optimizer="sgd", model=None, x=X, y=Y, batch_size=BATCH, state=None, **kwargs):
     return PrivateRun(
-        model or tf.keras.Sequential(stack()), x, y, loss=loss(),
+        model or tf.keras.Sequential(stack()), x, y, loss=crossentropy(),
         optimizer=OPTIMIZERS[optimizer][0](), batch_size=batch_size, state=state,
         **settings(optimizer, **kwargs),
     )  # fmt: skip
@@ -72,13 +59,13 @@ def private_run(optimizer="sgd", model=None, x=X, y=Y, batch_size=BATCH, state=N
 
 def fitted(optimizer="sgd", epochs=2, **kwargs):
     model = HiddenStateSequential(stack(), **settings(optimizer, **kwargs))
-    model.compile(OPTIMIZERS[optimizer][0](), loss())
+    model.compile(OPTIMIZERS[optimizer][0](), crossentropy())
     model.fit(X, Y, batch_size=BATCH, epochs=epochs, verbose=0)
     return model
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.usefixtures("without_graphs")
+@pytest.mark.usefixtures("row_by_row", "without_graphs")
 def test_it_is_the_run_of_fit(optimizer):
     run = private_run(optimizer, noise_multiplier=0.0)
     for _ in range(2 * RECORDS // BATCH):
@@ -100,7 +87,7 @@ def test_several_steps_between_two_looks_are_single_steps():
     np.testing.assert_allclose(shown, model.history.history["loss"], rtol=1e-5)
 
 
-@pytest.mark.usefixtures("without_graphs")
+@pytest.mark.usefixtures("row_by_row", "without_graphs")
 class TestEager:
     def test_released_iterates_count(self):
         run = private_run("head", batch_order="poisson")

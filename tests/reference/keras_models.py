@@ -8,9 +8,16 @@ from hidden_state_adapters.tf_privacy import HiddenStateSequential
 RECORDS, FEATURES, BATCH, STEPS, DELTA = 12, 3, 4, 3, 1e-5
 SGD = tf.keras.optimizers.SGD
 AUTO = {"loss_geometry": "auto", "feature_norm": 1.0}
-X = np.random.default_rng(0).normal(size=(RECORDS, FEATURES)).astype("float32")
-X /= np.linalg.norm(X, axis=1, keepdims=True)
-Y = np.arange(RECORDS) % 2
+
+
+def unit_rows(records, features, classes):
+    """Rows of norm 1, and a class for each at random."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(records, features)).astype("float32")
+    return x / np.linalg.norm(x, axis=1, keepdims=True), random.integers(0, classes, records)
+
+
+X, Y = unit_rows(RECORDS, FEATURES, 2)[0], np.arange(RECORDS) % 2
 
 
 def crossentropy(**kwargs):
