@@ -19,6 +19,10 @@ REFUSED = {
     "one_device": "or a MirroredStrategy, got OneDeviceStrategy",
     "workers": "or a MirroredStrategy, got CollectiveAllReduceStrategy",
 }
+OPTIMIZERS = [  # which need Keras 2
+    f"optimizer_{way}"
+    for way in ("constructed_in_scope", "fit_without_callback", "own_loop", "fit")
+]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +37,7 @@ def found():
 
 
 def test_every_case_is_known(found):
-    assert set(found) == {*SAME, *REFUSED, "noise"}
+    assert set(found) == {*SAME, *REFUSED, *OPTIMIZERS, "noise"}
 
 
 @pytest.mark.parametrize("case", SAME)
@@ -50,3 +54,11 @@ def test_noise_is_drawn_once(found):
 def test_refusals(case, found):
     assert found[case].startswith("UnsupportedRunError: ")
     assert REFUSED[case] in found[case]
+
+
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_optimizers_with_noise_are_refused(case, found):
+    pytest.importorskip("tensorflow_privacy")
+    text = "UnsupportedRunError: Expected no distribution strategy, got MirroredStrategy with 2"
+    assert found[case].startswith(text)
+    assert "Train outside of strategy.scope()." in found[case]

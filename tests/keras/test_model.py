@@ -228,6 +228,7 @@ class OneLayerForAll(HiddenStateModel):
 
 
 @pytest.mark.parametrize(("parts", "rows"), [(2, RECORDS), (2, 1), (1, RECORDS)])
+@pytest.mark.usefixtures("without_graphs")
 def test_rows_of_a_layer_that_are_not_those_of_the_examples(parts, rows):
     """Each part was clipped by itself, and all but the first rows of them were left out."""
     model, x = OneLayerForAll(parts), tf.constant(X[:rows])
@@ -322,6 +323,7 @@ def test_no_batch_has_a_single_row_on_the_device(rows, full, xla):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.usefixtures("without_graphs")
 def test_the_event_is_the_run(order):
     model = make(batch_order=order, compile={"run_eagerly": True}, **AUTO)
     fit(model, epochs=2)
@@ -363,6 +365,7 @@ def test_the_noise_is_that_of_the_event():
     assert np.std(moved) == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.usefixtures("without_graphs")
 def test_a_projection_is_of_all_variables():
     model = make(projection_radius=0.3, batch_order="cyclic", **AUTO)
     model.build((None, FEATURES))
@@ -373,6 +376,7 @@ def test_a_projection_is_of_all_variables():
 
 
 @pytest.mark.parametrize("rows", [4, 1])
+@pytest.mark.usefixtures("without_graphs")
 def test_batches_of_one_example(rows):
     """Keras 2 makes the graph of a Sequential model anew when it first sees another number."""
     model = make([tf.keras.layers.Dense(3)], batch_order="cyclic")
@@ -400,6 +404,7 @@ def test_an_average_of_the_iterates_takes_their_place(without_graphs, row_by_row
     assert model.privacy_event.num_steps == 2 * RECORDS // BATCH
 
 
+@pytest.mark.usefixtures("without_graphs")
 def test_several_calls_of_fit_are_one_run():
     model = make(target_delta=1e-5, **AUTO)
     first = fit(model, epochs=2).history["epsilon_if_released_now"]
@@ -433,6 +438,7 @@ def sequential():
 
 
 @pytest.mark.parametrize("kind", [functional, sequential])
+@pytest.mark.usefixtures("without_graphs")
 def test_a_model_becomes_private_and_is_saved(kind, tmp_path):
     plain = kind()
     model = make_private(plain, l2_norm_clip=0.5, noise_multiplier=2.0, **AUTO)
@@ -479,6 +485,7 @@ def test_control_flow_of_python_in_a_layer():
     assert model.privacy_event.num_steps == RECORDS // BATCH
 
 
+@pytest.mark.usefixtures("without_graphs")
 def test_losses_and_metrics_are_those_of_the_examples():
     model = make(
         noise_multiplier=0.0,
@@ -493,6 +500,7 @@ def test_losses_and_metrics_are_those_of_the_examples():
 
 
 @pytest.mark.parametrize("batched", [False, True])
+@pytest.mark.usefixtures("without_graphs")
 def test_a_dataset_is_read_once(batched, dealt):
     """Its batches are taken apart, and its shuffles do not matter."""
     dataset = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(RECORDS)
@@ -619,6 +627,7 @@ def test_what_was_fixed_in_advance(without_graphs):
     assert model.get_epsilon(1e-5) == before
 
 
+@pytest.mark.usefixtures("without_graphs")
 def test_validation_data_change_nothing_of_what_an_epoch_shows():
     """Keras 2 showed its own mean loss, 0, in place of that of the steps."""
     settings = {"noise_multiplier": 0.0, "batch_order": "cyclic"}

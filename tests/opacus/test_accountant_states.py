@@ -214,3 +214,17 @@ def test_declared_state_round_trip(train, tmp_path):
     other = train({**DECLARED, "batch_size": 20}, epochs=0, loader={"batch_size": 20})[0]
     with pytest.raises(ValueError, match="batch_size = 20, got 10"):
         other.accountant.load_state_dict(state)
+
+
+def test_a_state_keeps_what_was_said_and_replaces_nothing(train):
+    accountant = train(DECLARED)[0].accountant
+    accountant.assume("nobody looked")
+    accountant.refuse("a look at private data")
+    loaded = HiddenStateAccountant()
+    loaded.load_state_dict(accountant.state_dict())
+    with pytest.raises(hsa.UnsupportedRunError, match="a look at private data"):
+        loaded.get_epsilon(DELTA)
+    (run,) = loaded.state_dict()["runs"]
+    assert "nobody looked" in run["assumptions"]
+    with pytest.raises(ValueError, match="without steps, got one with"):
+        loaded.load_state_dict(accountant.state_dict())

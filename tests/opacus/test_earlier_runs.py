@@ -130,6 +130,12 @@ def test_a_layer_goes_on_in_another_model():
     assert Run(hidden_state_engine(), new).epoch().epsilon > 1.1 * first_epsilon()
 
 
+def test_a_parameter_goes_on_in_another_layer():
+    run, new = trained(hidden_state_engine()), nn.Linear(5, 3)
+    new.weight = run.plain.weight
+    assert Run(hidden_state_engine(), new).epoch().epsilon > 1.1 * first_epsilon()
+
+
 def test_a_run_that_goes_on_beside_a_copy():
     """Two models of one run are used; the one before counts if it was released."""
     for releases in (False, True):

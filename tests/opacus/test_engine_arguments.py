@@ -44,13 +44,13 @@ def sgd_of(*groups):
         (lambda m: torch.optim.AdamW(m.parameters()), "got AdamW"),
         (lambda m: type("MySGD", (torch.optim.SGD,), {})(m.parameters(), lr=1.0), "got MySGD"),
         (lambda m: torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9), "momentum = 0"),
-        (
-            lambda m: torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9, nesterov=True),
-            "momentum = 0",
-        ),
         (lambda m: torch.optim.SGD(m.parameters(), lr=0.5, dampening=0.5), "dampening = 0"),
         (lambda m: torch.optim.SGD(m.parameters(), lr=0.5, maximize=True), "maximize = False"),
         (sgd_of({"params": ["weight"]}, {"params": ["bias"], "lr": 0.1}), "lr = 0.5 in group 0"),
+        (
+            sgd_of({"params": ["weight"]}, {"params": ["bias"], "weight_decay": 0.1}),
+            "weight_decay = 0 in group 0",
+        ),
         (sgd_of({"params": ["weight"]}), "bias is missing"),
         (
             lambda m: torch.optim.SGD([*m.parameters(), nn.Parameter(torch.zeros(1))], lr=0.5),

@@ -19,7 +19,7 @@ def folder_of_its_own(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def without_graphs():
+def without_graphs(row_by_row):
     """For many short runs of models: tracing a step takes several times as long as the run."""
     tf.config.run_functions_eagerly(True)
     yield

@@ -10,6 +10,7 @@ import sys
 import numpy as np
 import tensorflow as tf
 
+import hidden_state_adapters.tf_privacy as adapter
 from hidden_state_adapters.batch_plans import SampledPlan
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateUpdate,
@@ -162,7 +163,38 @@ def compiled(strategy):
     fit(model)
 
 
+def refused_optimizer(way):
+    """An optimizer with noise in Keras' own fit, or in a loop of somebody else."""
+
+    def act(strategy):
+        if way == "constructed_in_scope":
+            with strategy.scope():
+                return adapter.CyclicDPKerasSGDOptimizer(1.0, 1.0)
+        optimizer = adapter.CyclicDPKerasSGDOptimizer(1.0, 1.0)
+        loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
+        with strategy.scope():
+            model = tf.keras.Sequential([tf.keras.Input([FEATURES]), *head()])
+            if way == "fit":
+                model.compile(optimizer, loss)
+        if way == "fit":
+            batches = adapter.cyclic_dataset(X, Y, batch_size=4)
+            callback = adapter.HiddenStateCallback(data=batches)
+            return model.fit(batches, callbacks=[callback], verbose=0)
+        if way == "fit_without_callback":
+            model.compile(optimizer, loss)
+            return model.fit(X, Y, batch_size=4, verbose=0)
+        variables = model.trainable_variables
+        take = tf.function(
+            lambda: strategy.run(lambda: optimizer.minimize(lambda: loss(Y, model(X)), variables))
+        )
+        return take()
+
+    return act
+
+
+OPTIMIZERS = ("constructed_in_scope", "fit_without_callback", "own_loop", "fit")
 CASES = {
+    **{f"optimizer_{way}": refused_optimizer(way) for way in OPTIMIZERS},
     "linear": difference,
     "rows_of_poisson_batches": poisson,
     "dice": lambda strategy: difference(strategy, optimizer=dice),
