@@ -2,18 +2,9 @@
 
 import numpy as np
 import pytest
-from dice import adam_step, automatic_step, clip, normalise, sgd_step, update
+from dice import adam_step, automatic_step, normalise, sgd_step, update
 
 COMMON = {"learning_rate": 0.1, "divisor": 4, "clip_norm": 1.0}
-
-
-def test_clips():
-    long, short = np.array([3.0, 4.0]), np.array([0.3, 0.4])
-    np.testing.assert_allclose(clip(long, 1.0), [0.6, 0.8])
-    np.testing.assert_allclose(clip(short, 1.0), short)
-    np.testing.assert_allclose(normalise(short, 2.0), [1.2, 1.6])
-    assert not normalise(np.zeros(2), 2.0).any()
-    assert not clip(np.zeros(2), 2.0).any()
 
 
 def test_what_is_not_applied_stays_in_the_error():
@@ -37,14 +28,6 @@ def test_the_error_is_used_one_step_later_and_is_clipped():
     x, error = sgd_step(x, error, np.zeros((0, 1)), 0.0, error_clip_norm=0.5, **COMMON)
     assert x == pytest.approx(-0.1 * (0.25 + 0.5))
     assert error == pytest.approx(1.5)
-
-
-def test_no_clipping_is_sgd():
-    gradients = np.random.default_rng(0).normal(size=(4, 3))
-    x, error = sgd_step(np.ones(3), np.zeros(3), gradients, 0.0,
-                        **(COMMON | {"clip_norm": 1e9}), error_clip_norm=1.0)  # fmt: skip
-    np.testing.assert_allclose(x, 1 - 0.1 * gradients.mean(axis=0))
-    assert not error.any()
 
 
 def test_noise_moves_the_iterate_and_not_the_error():

@@ -104,7 +104,7 @@ def epsilon_alone(event, relation, delta):
 @pytest.mark.parametrize(("order", "relation"), PAIRS)
 def test_no_more_than_its_parts_and_no_more_than_every_iterate(order, relation, usual):
     """Finite where every part is; at most the sum; at most what it is if all is released."""
-    for number, parts in enumerate(compositions(order, relation, usual(2, 20))):
+    for number, parts in enumerate(compositions(order, relation, usual(1, 20))):
         composed = accountant_of(parts, relation)
         released = accountant_of(parts, relation, every_iterate)
         runs = sum(count for _, count in parts)
@@ -164,7 +164,7 @@ def test_the_best_of_curves_that_may_fail_in_any_order_of_nesting():
 @pytest.mark.parametrize(("order", "relation"), PAIRS)
 def test_whatever_is_composed_has_no_curve_inside_another(order, relation, usual):
     """The best of curves, and failures, are resolved wherever they stand."""
-    for parts in compositions(order, relation, usual(2, 6)):
+    for parts in compositions(order, relation, usual(1, 6)):
         for curve, failure in alternatives(accountant_of(parts, relation).guarantee.curve):
             assert failure < 1
             assert not isinstance(curve, BestOfCurves)

@@ -69,7 +69,7 @@ made = functools.cache(lambda name: MAKE[name]())
 @pytest.mark.parametrize("name", MAKE)
 class TestEveryCurve:
     def test_delta_lies_in_the_unit_interval_and_falls(self, name):
-        epsilons = np.concatenate([np.linspace(0, 30, 151), [11.0, 50.0, 300.0, math.inf]])
+        epsilons = np.concatenate([np.linspace(0, 30, 51), [11.0, 50.0, 300.0, math.inf]])
         deltas = [made(name).delta(float(epsilon)) for epsilon in np.sort(epsilons)]
         assert all(0 <= delta <= 1 for delta in deltas)
         assert all(later <= earlier for earlier, later in itertools.pairwise(deltas))

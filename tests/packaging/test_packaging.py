@@ -123,16 +123,6 @@ def test_wheel_contains_every_module_of_the_checkout(distributions):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / "README.md").exists(), reason="no README.md")
-def test_wheel_metadata_holds_the_readme(distributions):
-    _, wheel = distributions
-    with zipfile.ZipFile(wheel) as archive:
-        (metadata,) = (name for name in archive.namelist() if name.endswith("/METADATA"))
-        text = archive.read(metadata).decode()
-    assert (ROOT / "README.md").read_text(encoding="utf-8").strip() in text
-
-
-@pytest.mark.slow
 def test_sdist_holds_what_the_tests_and_the_demo_need(distributions):
     sdist, _ = distributions
     if sdist is None:
@@ -149,10 +139,6 @@ def test_sdist_holds_what_the_tests_and_the_demo_need(distributions):
 def test_scripts_and_tests_are_no_packages(folder):
     """A test folder that is a package, "opacus" for one, would shadow the library."""
     assert not list((ROOT / folder).rglob("__init__.py"))
-
-
-def test_adapters_folder_is_no_package():
-    assert not (ROOT / "adapters" / "__init__.py").exists()
 
 
 def test_version_is_the_same_everywhere():

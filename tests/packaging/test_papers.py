@@ -23,6 +23,7 @@ NEEDS = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("name", sorted(PAPERS))
 def test_a_script_writes_its_page_and_its_picture(name, tmp_path, monkeypatch):

@@ -66,11 +66,7 @@ def test_formulas_stand_between_dollars(path):
     assert not re.findall(r"\S*(?:\w\*\w|[A-Za-z)]_[a-z{(]|\^|\$|[<>]=)\S*", text)
 
 
-def test_there_are_three_notebooks():
-    assert [path.stem for path in NOTEBOOKS] == sorted(NEEDS)
-
-
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=[path.stem for path in NOTEBOOKS])
 def test_notebook_runs_and_prints_what_it_shows(path, monkeypatch):

@@ -27,6 +27,7 @@ def script(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["cancer", "diabetes"])
 def test_with_little_noise_every_method_is_near_the_model_without_privacy(script, name):
     data = script.accuracy_data.SETS[name]()

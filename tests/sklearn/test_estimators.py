@@ -147,13 +147,6 @@ def test_coefficients_of_a_classifier_in_the_units_of_the_columns(preprocessing)
         _ = classifier().fit(X, NAMES).coef_of_columns_
 
 
-def test_the_report_tells_of_momentum_where_there_is_some():
-    for epsilon, has_momentum in ((1.0, False), (10.0, True)):
-        model = classifier(epsilon=epsilon).fit(X, NAMES)
-        assert (model._recipe.run.momentum > 0) == has_momentum
-        assert ("momentum" in model.report_) == has_momentum
-
-
 def test_bounds_of_columns_take_their_units_away():
     columns = X * [1.0, 1e4, 1e-4]
     bounds = np.array([[-0.5, 1.5]] * 3) * np.array([[1.0], [1e4], [1e-4]])
@@ -354,15 +347,6 @@ def test_progress_shows_steps_only(capsys):
         "PrivateClassifier: 64 passes over 900 records, epsilon 3 at delta 1e-05 (REPLACE_SPECIAL)"
     )
     assert last == "PrivateClassifier: pass 64 of 64"
-
-
-def test_the_relation_is_passed_on():
-    one = classifier().fit(X, NAMES)
-    other = classifier(neighboring_relation="REPLACE_ONE").fit(X, NAMES)
-    ratio = other.privacy_event_.noise_multiplier / one.privacy_event_.noise_multiplier
-    assert ratio == pytest.approx(2, rel=1e-5)
-    assert other.guarantee_.neighboring_relation.name == "REPLACE_ONE"
-    assert fit_quietly(one).privacy_event_.num_steps == 64
 
 
 def test_examples():

@@ -115,14 +115,3 @@ def test_the_page_says_what_was_won_and_what_is_missing(script, tmp_path):
     assert "1 on cancer (a quarter of the gradients: met)" in text
     assert "mean of all cells: +0.3" in text
     assert "| lost (-4.0) | - | level (+0.0) | won (+5.0) |" in text
-    assert "against the best that was" not in text
-
-    cells["cancer|recommend|0.3|0"], cells["cancer|Poisson + PLD|0.3|0"] = result(70), result(68)
-    cells["cancer|cost, poisson|1.0|1"] = result(50)
-    utility_page.write_page(tmp_path / "page.md", "made up", size, cells, script.OURS)
-    text = (tmp_path / "page.md").read_text()
-    assert "against the best that was: cancer at 0.3 (+2.0 ± 0.1, Poisson + PLD)." in text
-    assert (
-        "4 on cancer (a quarter of the gradients: missed).\n* *cancer* misses it: 1 epochs" in text
-    )
-    assert "50.1 ± 0.1, 4 of full batches 80.1 ± 0.1 (-30.0 ± 0.1).\n" in text

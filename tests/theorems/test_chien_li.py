@@ -1,7 +1,6 @@
 """Chien & Li 2024: the paper's figure and its formulas, typed anew, with their solvers."""
 
 import math
-import warnings
 
 import numpy as np
 import pytest
@@ -258,14 +257,6 @@ def test_definition_3_11(q, sigma):
         assert computed == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
-def test_definition_3_11_of_full_batches_and_large_orders():
-    orders = np.array([2.0, 50.0, 1e5])
-    assert sampled_gaussian_divergence(orders, 1.0, 2.0) == pytest.approx(orders / 8, rel=1e-9)
-    small = sampled_gaussian_divergence(orders, 0.1, 2.0)
-    assert (np.diff(small) > 0).all()
-    assert small[-1] <= -math.log(0.9)  # the likelihood ratio is at most 1/(1 - q)
-
-
 def without_replacement(**changes):
     return cyclic_run(
         **{"batch_order": "without_replacement", "weight_decay": 0.0, "num_steps": 12} | changes
@@ -308,16 +299,6 @@ def test_theorem_3_12_is_unsound_and_says_so():
     assert [u.condition for u in SOUND.check(event, REPLACE_ONE)] == ["batch order"]
 
 
-@pytest.mark.parametrize("order", ["full", "cyclic", "shuffled_once"])
-def test_the_other_theorems_have_no_caveat(order):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run = full_run if order == "full" else cyclic_run
-        event = run(batch_order=order, weight_decay=0.0)
-        hsa.ChienLiAccountant(analysis="published").compose(event)
-        hsa.ChienLiAccountant().compose(event)
-
-
 # --- the run as it is -----------------------------------------------------------------------------
 
 
@@ -327,9 +308,7 @@ def test_the_other_theorems_have_no_caveat(order):
         ({"batch_order": "poisson"}, "batch order"),
         ({"loss": None}, "loss geometry"),
         ({"learning_rate": [0.1] * 23 + [0.2]}, "schedules"),
-        ({"noise_multiplier": [2.0] * 23 + [1.0]}, "schedules"),
         ({"release_steps": [3]}, "releases"),
-        ({"dataset_size": 21}, "equal batches"),
     ],
 )
 @pytest.mark.parametrize("bound", [SOUND, PUBLISHED])
@@ -346,20 +325,6 @@ def test_refusals_of_the_paper_alone():
     assert SOUND.check(full_run(), NeighboringRelation.ADD_OR_REMOVE_ONE) == ()
     with pytest.raises(ValueError, match="analysis"):
         hsa.ChienLiAccountant(analysis="both")
-
-
-@pytest.mark.parametrize("order", ["full", "cyclic", "shuffled_once"])
-@pytest.mark.parametrize("loss", [hsa.LossGeometry.convex(1.0), hsa.LossGeometry.hoelder(1.0, 0.5)])
-def test_ends_of_the_range(order, loss):
-    run = full_run if order == "full" else cyclic_run
-    for bound in (SOUND, PUBLISHED):
-        silent = run(batch_order=order, loss=loss, noise_multiplier=0.0, weight_decay=0.0)
-        assert bound.guarantee(silent, REPLACE_ONE).epsilon(1e-5) == math.inf
-        still = run(batch_order=order, loss=loss, learning_rate=0.0, weight_decay=0.0)
-        assert bound.guarantee(still, REPLACE_ONE).epsilon(1e-5) == 0
-        one = run(batch_order=order, loss=loss, num_steps=1, weight_decay=0.0)
-        claimed = float(bound.guarantee(one, REPLACE_ONE).rdp([2.0])[0])
-        assert 0 < claimed <= (2 / 2.0) ** 2 * (1 + 1e-12)
 
 
 def test_reference_run():
