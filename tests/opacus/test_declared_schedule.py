@@ -106,15 +106,6 @@ def test_what_is_not_declared_stays_trusted(make_run):
     assert "number of steps fixed in advance" in trusted(run)
 
 
-def test_every_run_of_an_engine_for_itself(make_run):
-    first = make_run(num_steps=6)
-    first.epoch()
-    second = make_run(engine=first.engine, model=first.model)
-    second.epoch()
-    assert any("schedules fixed in advance" in text for text in trusted(second))
-    assert "all of the 6 steps declared in advance" in checked(second)
-
-
 def test_a_sum_is_declared_in_the_units_of_the_optimizer(make_run):
     run = make_run(
         criterion=nn.CrossEntropyLoss(reduction="sum"), loss_reduction="sum",
@@ -217,19 +208,6 @@ def test_a_scheduler_that_is_made_after_the_noise_was_found(make_loader):
     assert len(engine.accountant) == 1
 
 
-def test_the_target_is_met_with_a_declared_warm_up(make_loader):
-    schedulers, rates = [], [0.5 * (k + 1) / 12 for k in range(12)]
-    made = with_epsilon(make_loader, rates, scheduler=lambda o: schedulers.append(warm_up(o)))
-    engine, criterion, model, optimizer, loader = made
-    for _ in range(2):
-        for features, labels in loader:
-            optimizer.zero_grad()
-            criterion(model(features), labels).backward()
-            optimizer.step()
-            schedulers[0].step()
-    assert 0.99 <= engine.get_epsilon(DELTA) <= 1.0
-
-
 def test_composition_takes_any_scheduler(make_loader):
     """The rate is post-processing there."""
     of_hidden_iterates = {"loss_geometry": None, "feature_norm": None, "batch_order": None}
@@ -244,11 +222,6 @@ def test_composition_takes_any_scheduler(make_loader):
             optimizer.step()
             scheduler.step()
     assert engine.get_epsilon(DELTA) <= 1.0
-
-
-def test_epochs_and_declared_steps_agree(make_loader):
-    with pytest.raises(ValueError, match=r"Expected num_steps = 18 \(3 epochs of 6 batches\)"):
-        with_epsilon(make_loader, HALVES, epochs=3)
 
 
 @pytest.mark.parametrize(

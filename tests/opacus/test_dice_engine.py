@@ -20,10 +20,6 @@ from hidden_state_adapters.opacus import (
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-# Softmax cross-entropy on features of norm 1 with a bias: sqrt(2) * sqrt(2).
-BOUND = 2.0001
-
-
 class Reference:
     """The steps of tests/reference/dice.py on one vector."""
 

@@ -126,6 +126,10 @@ def test_cost_of_a_release_and_learning_rates(make_dice):
     assert run.optimizer.param_groups[0]["lr"] == RATE / 4
 
 
+def alone(recorder):
+    return hsa.LastIterateAccountant().compose(recorder.event()).get_epsilon(DELTA)
+
+
 def test_one_after_the_other(make_run, make_dice, dataset):
     """A cyclic run, then DiceSGD from its model, then a cyclic run again: all compose."""
     generators = [{"noise_generator": torch.Generator().manual_seed(k)} for k in range(3)]
@@ -153,61 +157,6 @@ def test_one_after_the_other(make_run, make_dice, dataset):
     text = engine.report(DELTA)
     assert f"epsilon = {fixed_up(engine.get_epsilon(DELTA), 4)}" in text
     assert "(3 runs)" in text
-
-
-def alone(recorder):
-    return hsa.LastIterateAccountant().compose(recorder.event()).get_epsilon(DELTA)
-
-
-def test_a_history_never_looks_like_dp_sgd(make_dice):
-    """Rows (noise multiplier, rate, steps) would be read as DP-SGD, which shows less."""
-    run = make_dice()
-    run.epoch()
-    assert run.engine.accountant.history == [(0.0, 1.0, 6)]
-    assert len(run.engine.accountant) == 6
-
-
-def test_compare(make_dice):
-    run = make_dice(batch_order="poisson")
-    run.epoch()
-    table = run.engine.compare(DELTA)
-    best = table.best()
-    assert best.accountant == "dice_sgd"
-    assert best.epsilon == pytest.approx(run.engine.get_epsilon(DELTA))
-    assert any("published" in row.accountant for row in table.rows)
-
-
-@pytest.mark.parametrize("variant", ["sgd", "adam"])
-def test_report(make_dice, variant):
-    run = make_dice(
-        variant, batch_order="poisson", error_max_grad_norm=CLIP, noise_multiplier=100.0,
-        gradient_bound=BOUND,
-    )  # fmt: skip
-    run.epoch()
-    text = run.engine.report(DELTA)
-    assert f"epsilon = {fixed_up(run.engine.get_epsilon(DELTA), 4)} at delta = 1e-05" in text
-    assert f"update rule {'Adam' if variant == 'adam' else 'SGD'}" in text
-    assert "the sizes of the batches are shown to nobody" in text
-    assert "every record drawn by itself for every step with probability b/n" in text
-    assert text.count("\n") < 36  # one line for each assumption
-    by_status = {a.status.value: "" for a in run.engine.assumptions}
-    for a in run.engine.assumptions:
-        by_status[a.status.value] += a.text + "\n"
-    assert "both clips exactly" in by_status["checked"]
-    assert "error of the feedback is never released" in by_status["declared"]
-    assert "plain SGD" not in by_status["checked"]
-    assert make_dice().engine.assumptions  # before the first step, too
-
-
-def test_report_of_several_runs(make_run, make_dice, dataset):
-    first = make_run()
-    first.epoch()
-    run = make_dice(engine=first.engine, model=first.model, loader={"dataset": dataset})
-    run.epoch()
-    text = run.engine.report(DELTA)
-    assert f"epsilon = {fixed_up(run.engine.get_epsilon(DELTA), 4)}" in text
-    assert "runs: 2; epsilon and theorem are those of all together" in text
-    assert "composition of: " in text
 
 
 def test_the_number_of_steps_can_be_declared(make_dice):
@@ -273,26 +222,3 @@ def test_noise_for_a_target(make_run, dataset, order, variant, spends):
     less = event.to_dict() | {"noise_std": 0.99 * event.noise_std}
     accountant.compose(hsa.DiceSgdDpEvent.from_dict(less))
     assert accountant.get_epsilon(DELTA) > target
-
-
-def test_a_target_that_is_spent(make_dice):
-    run = make_dice(noise_multiplier=1.0)
-    run.epoch()
-    with pytest.raises(ValueError, match="what the runs before spent"):
-        run.engine.make_private_with_epsilon(
-            target_epsilon=1.0, target_delta=DELTA, epochs=2, module=run.model,
-            optimizer=torch.optim.SGD(run.model.parameters(), lr=RATE), max_grad_norm=CLIP,
-            data_loader=run.loader, mechanism=DiceSGD(), batch_order="cyclic",
-        )  # fmt: skip
-
-
-def test_a_target_and_a_number_of_steps_have_to_agree(make_dice):
-    run = make_dice()
-    arguments = {
-        "module": nn.Linear(5, 3), "data_loader": run.loader, "max_grad_norm": CLIP,
-        "mechanism": DiceSGD(), "target_epsilon": 1.0, "target_delta": DELTA,
-        "batch_order": "cyclic",
-    }  # fmt: skip
-    arguments["optimizer"] = torch.optim.SGD(arguments["module"].parameters(), lr=RATE)
-    with pytest.raises(ValueError, match="Expected num_steps = 12"):
-        run.engine.make_private_with_epsilon(epochs=2, num_steps=11, **arguments)

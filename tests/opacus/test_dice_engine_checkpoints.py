@@ -202,26 +202,6 @@ def test_runs_of_the_other_kind(make_run, make_dice, tmp_path, dataset):
         make_run().engine.load_checkpoint(path=path)
 
 
-def test_several_runs_in_a_checkpoint(make_run, make_dice, tmp_path, dataset):
-    engines = []
-    for k in range(2):
-        first = make_run(noise_generator=torch.Generator().manual_seed(k))
-        if not engines:
-            first.epoch()
-        engines.append(
-            make_dice(engine=first.engine, model=first.model, loader={"dataset": dataset})
-        )
-    run, fresh = engines
-    run.epoch()
-    path = tmp_path / "c.pt"
-    run.engine.save_checkpoint(path=path, **PRIVATE)
-    fresh.engine.load_checkpoint(path=path)
-    fresh.epoch()
-    kinds = [type(e).__name__ for e in fresh.engine.privacy_event.events]
-    assert kinds == ["LastIterateDpEvent", "DiceSgdDpEvent"]
-    assert fresh.engine.privacy_event.events[1].num_steps == 12
-
-
 def test_damaged_private_state(make_dice, tmp_path):
     run, path = make_dice(), tmp_path / "c.pt"
     run.epoch()

@@ -358,18 +358,3 @@ def test_a_model_is_made_private_again_and_again():
         train(private(again, engine=engine))
     assert len(engine.accountant.recorders) == 4
     assert engine.get_epsilon(1e-5) > 1
-
-
-def test_an_average_of_iterates_costs_nothing_under_composition():
-    run = private(network())
-    engine, model, _, _, loader = run
-    average = AveragedModel(model, multi_avg_fn=None)
-    iterates = []
-    for _ in range(2):
-        train(run)
-        average.update_parameters(model)
-        iterates.append([p.detach().clone() for p in model.parameters()])
-    for own, *others in zip(average.parameters(), *iterates, strict=True):
-        torch.testing.assert_close(own, sum(others) / 2)
-    assert torch.isfinite(average(next(iter(loader))[0])).all()
-    assert engine.get_epsilon(1e-5) > 0

@@ -130,16 +130,6 @@ def test_every_kind_of_gradients(make_loader, mode, order):
         epoch(run, lambda output, labels: 0.9 * F.cross_entropy(output, labels))
 
 
-def test_sums_and_small_batches(make):
-    """Empty Poisson batches among them."""
-    run = make(
-        criterion=functools.partial(F.cross_entropy, reduction="sum"), loss_reduction="sum",
-        batch_order="poisson", loader={"batch_size": 1}, sgd={"lr": 0.5, "weight_decay": 0.1},
-    )  # fmt: skip
-    epoch(run, functools.partial(F.cross_entropy, reduction="sum"))
-    assert run.engine.privacy_event.num_steps == 60
-
-
 def test_probabilities_as_the_loader_delivers_them(make_run, dataset):
     data = TensorDataset(dataset.tensors[0], torch.randn(60, 3).softmax(dim=1))
     run = make_run(criterion=F.cross_entropy, loader={"dataset": data})
@@ -198,14 +188,6 @@ def test_weights(make, kind, criterion, smoothness, lipschitz, is_called):
             getattr(criterion, name)[0] += 1.0
     with pytest.raises(hsa.UnsupportedRunError, match="gradients of another loss"):
         epoch(run, criterion if is_called else copied)
-
-
-def test_weights_that_the_loop_does_not_use(make):
-    criterion = nn.BCEWithLogitsLoss(pos_weight=WEIGHTS)
-    for loss in (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss(pos_weight=2 * WEIGHTS)):
-        run = make("labels", criterion=criterion)
-        with pytest.raises(hsa.UnsupportedRunError, match="gradient"):
-            epoch(run, loss)
 
 
 def test_labels_beyond_one(make_run, dataset):
@@ -279,17 +261,6 @@ def test_models_with_a_loss_or_logits(make, kind, criterion, outputs, loop):
     assert event.loss == auto_loss_geometry(nn.Linear(6, outputs), criterion, 1.0)
 
 
-@pytest.mark.parametrize("loop", [inside, on_logits])
-def test_a_temperature_inside_of_the_model(make, loop):
-    run = make(model=Classifier(scale=0.9), criterion=F.cross_entropy)
-    if loop is on_logits:
-        run.criterion = lambda output, labels: F.cross_entropy(0.9 * output, labels)
-    with pytest.raises(
-        hsa.UnsupportedRunError, match="step 1: the loop has gradients of another loss"
-    ):
-        loop(run)
-
-
 def test_log_softmax_at_the_end_of_the_model(make):
     for criterion in (nn.NLLLoss(), F.nll_loss):
         run = make(model=nn.Sequential(nn.Linear(5, 3), nn.LogSoftmax(1)), criterion=criterion)
@@ -319,63 +290,6 @@ def test_labels_that_the_loop_maps(make):
         epoch(make(criterion=F.cross_entropy), lambda z, y: F.cross_entropy(z, y.flip(0)))
     with pytest.raises(hsa.UnsupportedRunError, match="map every target by itself"):
         epoch(make(criterion=F.cross_entropy, targets=lambda y: y.flip(0)), F.cross_entropy)
-
-
-def smoothed(output, labels):
-    return F.cross_entropy(output, labels, label_smoothing=0.05)
-
-
-def mixup(output, labels):
-    return 0.7 * F.cross_entropy(output, labels) + 0.3 * F.cross_entropy(output, labels.flip(0))
-
-
-def squared(output, labels):
-    return F.mse_loss(output, F.one_hot(labels, 3).float())
-
-
-def centred(output, labels):
-    """Minus the mean over the batch."""
-    return F.cross_entropy(output - output.mean(dim=0), labels)
-
-
-def likelihood_without_softmax(output, labels):
-    return F.nll_loss(output, labels)
-
-
-OTHERS = [smoothed, mixup, squared, centred, likelihood_without_softmax]
-
-
-@pytest.mark.parametrize("loss", OTHERS)
-def test_another_loss_is_refused(make, loss):
-    """More are in test_event_matches_reality_losses.py."""
-    run = make(criterion=F.cross_entropy)
-    with pytest.raises(hsa.UnsupportedRunError, match="step 1: the loop has gradients of another"):
-        epoch(run, loss)
-    assert run.steps == 0
-
-
-def other_numbers(output, labels):
-    return F.mse_loss(output, labels + 0.2)
-
-
-def halved(output, labels):
-    return 0.5 * F.mse_loss(output, labels)
-
-
-def absolute(output, labels):
-    return F.l1_loss(output, labels)
-
-
-def broadcast(output, labels):
-    return F.mse_loss(output, labels.flatten())
-
-
-@pytest.mark.filterwarnings("ignore:Using a target size")
-@pytest.mark.parametrize("loss", [other_numbers, halved, absolute, broadcast])
-def test_another_regression_is_refused(make, loss):
-    run = make("number", criterion=F.mse_loss)
-    with pytest.raises(hsa.UnsupportedRunError, match="step 1: the loop has gradients of another"):
-        epoch(run, loss)
 
 
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), EnvelopeCrossEntropyLoss(2.0)])

@@ -121,19 +121,6 @@ def test_a_prox_and_a_projection_in_any_order(make_run):
     assert runs[0].optimizer.run.fields == runs[1].optimizer.run.fields
 
 
-def test_a_small_box_lowers_epsilon(make_run):
-    figures = []
-    for width in (0.001, 1.0):
-        model = nn.Linear(5, 3)
-        for p in model.parameters():
-            p.data.zero_()
-        run = make_run(model=model, after=BoxProjection(-width, width), sgd=FAST)
-        for _ in range(3):
-            run.epoch()
-        figures.append(run.engine.get_epsilon(DELTA))
-    assert figures[0] < 0.7 * figures[1]
-
-
 # A function of the user.
 
 
@@ -220,12 +207,3 @@ def test_arguments(make_run, after, error, text):
 def test_impossible_sets(make, error, text):
     with pytest.raises(error, match=text):
         make()
-
-
-def test_parameters_that_were_moved_out_of_the_box(make_run):
-    run = make_run(model=small(), after=BoxProjection(-0.1, 0.1))
-    run.epoch()
-    with torch.no_grad():
-        run.plain_model.weight.add_(1.0)
-    with pytest.raises(hsa.UnsupportedRunError, match="changed outside the private optimizer"):
-        run.epoch()

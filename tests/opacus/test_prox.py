@@ -1,7 +1,5 @@
 """A proximal map after every noisy step: what the event says, and what is refused."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
@@ -10,7 +8,6 @@ from torch import nn
 import hidden_state_accountants as hsa
 from hidden_state_accountants import Regulariser
 from hidden_state_adapters.opacus import (
-    BallProjection,
     BlockCoordinate,
     DiceSGD,
 )
@@ -85,20 +82,6 @@ def test_row178_the_map_follows_every_step_at_its_rate(make_run):
         assert run.engine.privacy_event.per_step("learning_rate") == pytest.approx([0.5, 1e-7])
 
 
-def test_with_projection_and_calibration(make_run, make_loader):
-    torch.manual_seed(0)
-    model = nn.Linear(5, 3)
-    for p in model.parameters():
-        p.data.mul_(0.1)
-    run = make_run(model=model, after=[Regulariser(l2=0.5), BallProjection(0.5)], sgd=PLAIN)
-    run.epoch()
-    event = run.engine.privacy_event
-    assert (event.prox_strong_convexity, event.domain_diameter) == (0.5, 1.0)
-    with torch.no_grad():
-        norm = math.sqrt(sum(float(p.square().sum()) for p in model.parameters()))
-    assert norm <= 0.5
-
-
 def threshold(params, step_size):
     for p in params:
         p.copy_(nn.functional.softshrink(p, 0.01 * step_size))
@@ -140,16 +123,6 @@ def test_row179_a_function_of_the_model_itself(make_run):
 
     with pytest.raises(hsa.UnsupportedRunError, match="changed the parameters of the model"):
         make_run(model=model, after=prox, sgd=PLAIN).epoch()
-
-
-def test_row181_a_map_by_hand_between_the_steps(make_run):
-    run = make_run(sgd=PLAIN)
-    batches = iter(run.loader)
-    run.step(next(batches))
-    with torch.no_grad():
-        threshold(list(run.plain_model.parameters()), 0.5)
-    with pytest.raises(hsa.UnsupportedRunError, match="changed outside the private optimizer"):
-        run.step(next(batches))
 
 
 class Own(Regulariser):

@@ -32,22 +32,22 @@ from hidden_state_adapters.opacus.schedule import DeclaredSchedule
 from hidden_state_adapters.opacus.step_maps import StepMap
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(eq=False)
 class DeclaredRun:
     """The arguments of one `make_private`, checked, and what was derived from them.
 
     Attributes:
-        arguments: What was passed.
-        inner: The module without Opacus' wrapper.
-        optimizer: The optimizer without Opacus' wrapper.
-        plan: The batches.
-        loss: The geometry of the loss, or None.
-        head: The linear layer whose gradients follow from what goes in and comes out, or None.
-        frozen: What is kept in eval() mode.
-        maps: What follows every step, by name: "prox", then "projection".
-        schedule: What was declared about learning rates and the number of steps.
+        arguments: Arguments that were passed.
+        inner: Module without Opacus' wrapper.
+        optimizer: Optimizer without Opacus' wrapper.
+        plan: Plan of the batches.
+        loss: Geometry of the loss, or None.
+        head: Linear layer whose gradients follow from what goes in and comes out, or None.
+        frozen: Part of the model that is kept in eval() mode.
+        maps: Maps that follow every step, by name: "prox", then "projection".
+        schedule: Declared learning rates and number of steps.
         relation: Neighbouring relation of the guarantee.
-        group: The processes that train it together; None for one.
+        group: Processes that train it together; None for one.
     """
 
     arguments: RunArguments
@@ -69,24 +69,21 @@ class DeclaredRun:
 
     @property
     def lipschitz(self) -> float | None:
-        """The declared bound on per-example gradient norms."""
+        """Declared bound on per-example gradient norms."""
         return None if self.loss is None else self.loss.lipschitz
 
     @property
     def known_criterion(self) -> KnownCriterion | None:
-        """The criterion that the constants of the loss were taken from."""
+        """Criterion that the constants of the loss were taken from."""
         if self.arguments.loss_geometry != "auto":
             return None
         assert self.head is not None
         return KnownCriterion.of(self.arguments.criterion, self.head.out_features)
 
     def fields(self, noise_multiplier: float) -> dict[str, Any]:
-        """The fields that are the same where a run goes on, beside those its recorder compares.
+        """Returns what is the same where a run goes on, beside what its recorder compares.
 
         In plain types, for a checkpoint.
-
-        Args:
-            noise_multiplier: Noise multiplier of the start.
         """
         arguments, known = self.arguments, self.known_criterion
         norms = arguments.max_grad_norm
@@ -118,12 +115,12 @@ class DeclaredRun:
 
     @property
     def trained(self) -> list[nn.Parameter]:
-        """The parameters that are trained."""
+        """Parameters that are trained."""
         return [p for p in self.inner.parameters() if p.requires_grad]
 
     @property
     def scale(self) -> int:
-        """The factor of a learning rate: events divide by b, a "sum" optimizer does not."""
+        """Factor of a learning rate: events divide by b, a "sum" optimizer does not."""
         return 1 if self.arguments.loss_reduction == "mean" else self.plan.batch_size
 
     @classmethod
@@ -134,11 +131,6 @@ class DeclaredRun:
         group: ProcessGroup | None = None,
     ) -> DeclaredRun:
         """Checks arguments and derives what follows; nothing is changed.
-
-        Args:
-            arguments: Arguments of `make_private`, with the optimizer of the run.
-            relation: Neighbouring relation of the guarantee.
-            group: The processes that train it together; None for one.
 
         Raises:
             TypeError, ValueError: An argument has an impossible value.
@@ -155,11 +147,8 @@ class DeclaredRun:
         trained = [p for p in inner.parameters() if p.requires_grad]
         check_noise_source(trained, arguments.noise_generator)
         maps = arguments.after or {}
-        frozen = FrozenPart(
-            inner,
-            head if arguments.loss_geometry == "auto" else None,
-            is_composed=is_composed,
-        )
+        of_head = head if arguments.loss_geometry == "auto" else None
+        frozen = FrozenPart(inner, of_head, is_composed=is_composed)
         frozen.check_batch_norm(tuple(inner.named_modules()))
         plan = plan_batches(
             arguments.data_loader,
@@ -176,19 +165,9 @@ class DeclaredRun:
                     "processes together. Raise it, or train in fewer processes."
                 )
             plan.share = group.share
-        run = cls(
-            arguments=arguments,
-            inner=inner,
-            optimizer=optimizer,
-            plan=plan,
-            loss=loss,
-            head=head,
-            frozen=frozen,
-            maps=maps,
-            schedule=DeclaredSchedule.of(arguments.schedule, arguments.num_steps),
-            relation=relation,
-            group=group,
-        )
+        schedule = DeclaredSchedule.of(arguments.schedule, arguments.num_steps)
+        given = arguments, inner, optimizer, plan, loss, head, frozen, maps, schedule
+        run = cls(*given, relation=relation, group=group)
         for part in maps.values():
             part.start(trained, float(optimizer.param_groups[0]["lr"]) * run.scale)
         return run
@@ -222,9 +201,8 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer, *, allows_half: b
 def _check_relation(arguments: RunArguments, relation: NeighboringRelation) -> None:
     """Raises UnsupportedRunError where adding or removing a record changes more than its gradient.
 
-    What a step divides by, how its batch is drawn and how many steps a pass has must not be
-    computed from the number of records then, and neither may epsilon, nor noise that is found for
-    it.
+    Divisor, rate and number of steps must not be computed from the number of records then, nor may
+    epsilon, or noise that is found for it.
     """
     if relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
         return
@@ -256,7 +234,7 @@ def _check_relation(arguments: RunArguments, relation: NeighboringRelation) -> N
 
 
 def unwrapped(arguments: RunArguments) -> tuple[nn.Module, Optimizer]:
-    """Module and optimizer without the wrappers of Opacus and of torch.distributed."""
+    """Returns module and optimizer without the wrappers of Opacus and of torch.distributed."""
     module, optimizer = _without_gradients(arguments.module), arguments.optimizer
     if isinstance(optimizer, DPOptimizer):
         optimizer = optimizer.original_optimizer
@@ -287,7 +265,7 @@ def _without_gradients(module: nn.Module) -> Any:
 def resolve_loss(
     module: nn.Module, arguments: RunArguments
 ) -> tuple[LossGeometry | None, nn.Linear | None]:
-    """The loss geometry of the run and the linear layer whose inputs are to be measured."""
+    """Returns the loss geometry and the linear layer whose inputs are to be measured."""
     loss_geometry, criterion = arguments.loss_geometry, arguments.criterion
     feature_norm, reduction = arguments.feature_norm, arguments.loss_reduction
     head = criteria.find_linear_head(module)

@@ -89,7 +89,8 @@ class HiddenError:
 
     def length(self) -> torch.Tensor:
         """Returns the norm of the whole error, which is brought to where the parameters are."""
-        self.errors = [e.to(p.device) for e, p in zip(self.errors, self._params, strict=True)]
+        if any(e.device != p.device for e, p in zip(self.errors, self._params, strict=True)):
+            self.errors = [e.to(p.device) for e, p in zip(self.errors, self._params, strict=True)]
         self.norm = joint_norms([error[None] for error in self.errors])[0]
         return self.norm
 

@@ -318,7 +318,7 @@ class Piece:
         joint = slopes[0] if len(slopes) == 1 else torch.cat(slopes, dim=1)
         for param in self.params:
             total = joint.T @ self.features if param is self.weight else joint.sum(dim=0)
-            yield total.chunk(len(slopes))
+            yield total.chunk(len(slopes)) if len(slopes) > 1 else (total,)
 
     def _of_records(self, weights: Any) -> Iterator[Sequence[torch.Tensor]]:
         """Uses up the gradients that are with the parameters."""

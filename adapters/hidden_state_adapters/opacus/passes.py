@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 import math
 import operator
@@ -187,7 +186,7 @@ class Passes:
         for param, own in zip(params or self.params, self._own, strict=True):
             if param.shape != own.shape or param.dtype != own.dtype:
                 return True
-            flags.append(differ(param, own.to(param.device)))
+            flags.append(differ(param, own if own.device == param.device else own.to(param.device)))
         return any_of(flags)
 
     def check_iterate(self, steps: int) -> None:
@@ -243,7 +242,7 @@ class Passes:
         """Raises UnsupportedRunError if there are other hooks than in the first call."""
         if self._known_hooks is None:
             self._known_hooks = {k: hook for hooks in self._hooks for k, hook in hooks.items()}
-        if self._known_hooks.keys() >= set(itertools.chain.from_iterable(self._hooks)):
+        if all(key in self._known_hooks for hooks in self._hooks for key in hooks):
             return
         known = list(self._known_hooks.values())  # a loop may take one off and put it on again
         if any(hook not in known for hooks in self._hooks for hook in hooks.values()):
@@ -361,10 +360,13 @@ class Passes:
         """Tells whether the pass was on something else than the batch whose turn it is."""
         if not rows or not (self._compares or self._cursor.was_fetched_ahead):
             return False
-        leaves = list(leaves_of(self.call or ())) if self._compares else self.inputs
-        if self._compares:
-            self._check_constants([leaf for leaf in leaves if not isinstance(leaf, _SIMPLE)])
+        if not self._compares:
+            return holds_others(self.inputs, self._drawn()[1], self._dim)
+        args, kwargs = self.call or ((), {})
+        is_flat = not kwargs and all(isinstance(arg, torch.Tensor) for arg in args)
+        leaves = args if is_flat else tuple(leaves_of((args, kwargs)))
         inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._check_constants([leaf for leaf in leaves if not isinstance(leaf, _SIMPLE)])
         return holds_others(inputs, self._drawn()[1], self._dim)
 
     def _check_constants(self, others: list[Any]) -> None:
@@ -624,7 +626,7 @@ class _Pass:
         features: Input of the head.
         outputs: Leaf that the loop got: its backward pass leaves the slopes there, and no gradient
             at the parameters of the head.
-        moved: Whether the weights of the pass were not those of the last step.
+        moved: True if the weights of the pass were not those of the last step.
         call: Arguments of the model; None where the loop called the head by itself.
         writes: Number of writes to both before the loop got the outputs.
     """
@@ -735,10 +737,10 @@ class HeadRun(Passes):
 
     def _computed(self, features: torch.Tensor) -> torch.Tensor:
         """Returns the outputs at the weights of the last step, whatever the head holds."""
-        own = {
-            id(p): own.to(features.device) for p, own in zip(self.params, self._own, strict=True)
-        }
-        weight, bias = (own.get(id(p), p) for p in (self._weight, self._bias))
+        weight, bias = self._weight, self._bias
+        for param, own in zip(self.params, self._own, strict=True):
+            own = own if own.device == features.device else own.to(features.device)
+            weight, bias = (own, bias) if param is weight else (weight, own)
         return F.linear(features.to(weight.dtype), weight, bias)
 
     # What the loop left

@@ -1,4 +1,4 @@
-"""How float32 is rounded: never coarsely in a step, nor in the pass of a declared loss."""
+"""Rounding of float32: never coarse in a step, nor in the pass of a declared loss."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REMEDY = (
 
 
 def is_half(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is in half precision, in which no sum of gradients is made."""
+    """Tells whether a tensor is in half precision, in which no sum of gradients is made."""
     return tensor.dtype in (torch.bfloat16, torch.float16)
 
 
@@ -34,7 +34,7 @@ def check_precision(name: str, tensor: torch.Tensor) -> None:
 
 
 def is_exact() -> bool:
-    """Whether float32 products are those of float32: no autocast, no TF32, no bfloat16."""
+    """Tells whether float32 products are those of float32: no autocast, no TF32, no bfloat16."""
     return not torch._C._is_any_autocast_enabled() and _product_precision() == "highest"
 
 
@@ -70,13 +70,8 @@ def check_arithmetic(params: Sequence[nn.Parameter]) -> None:
     """Refuses a training pass of a declared loss under autocast, or with coarse matrix products.
 
     No contraction forgives gradients that are off in EVERY step: one record moves a mean over b
-    records by 2/b of their length, and in a single step per epoch.
-
-    Args:
-        params: The trainable parameters. Those in float64 are never rounded so.
-
-    Raises:
-        UnsupportedRunError: The arithmetic is not that of float32.
+    records by 2/b of their length, and in a single step per epoch. Parameters in float64 are never
+    rounded so.
     """
     if is_exact():
         return  # whatever the parameters are
@@ -94,14 +89,7 @@ def check_arithmetic(params: Sequence[nn.Parameter]) -> None:
 
 
 def check_convolutions(params: Sequence[nn.Parameter]) -> None:
-    """Refuses TF32 and bfloat16 in convolutions and recurrent layers; cuDNN uses TF32 by default.
-
-    Args:
-        params: As for `check_arithmetic`.
-
-    Raises:
-        UnsupportedRunError: They may be rounded so on the device of `params`.
-    """
+    """Refuses TF32 and bfloat16 in convolutions and recurrent layers, as cuDNN has by default."""
     if all(p.dtype == torch.float64 for p in params):
         return
     for device_type in {p.device.type for p in params}:
@@ -116,7 +104,7 @@ def check_convolutions(params: Sequence[nn.Parameter]) -> None:
 
 
 def _product_precision() -> str:
-    """What torch calls the precision of float32 products."""
+    """Returns what torch calls the precision of float32 products."""
     try:
         return str(torch.get_float32_matmul_precision())
     except RuntimeError:  # since torch 2.9, where one device was set by itself

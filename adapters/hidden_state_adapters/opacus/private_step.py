@@ -52,14 +52,13 @@ class MechanismOptions:
 class PrivateOptimizer(DPOptimizer):
     r"""Opacus' DPOptimizer with the record of its run: the one step of all mechanisms.
 
-    A mechanism is one file: a subclass that says how it moves, its options, and as far as they are
-    not Opacus' how it clips (`clip_and_accumulate`) and what follows the noise (`add_noise`).
-    Nothing else asks which mechanism a run has.
+    A mechanism is a subclass that says how it moves, and as far as they are not Opacus' how it
+    clips (`clip_and_accumulate`) and what follows the noise (`add_noise`). Nothing else asks which
+    mechanism a run has.
 
-    `step` looks at what the loop did (the parameters have to be where the last step left them),
-    clips and adds up, adds noise, records what is about to happen and moves the parameters. Any
-    exception in between ends the run: whether it is raised may depend on the records, as much as a
-    stop that looks at them. The optimizer cannot be copied or pickled: the copy's steps would be
+    `step` looks at what the loop did, clips and adds up, adds noise, records what is about to
+    happen and moves the parameters. Any exception in between ends the run: whether it is raised may
+    depend on the records. The optimizer cannot be copied or pickled: the copy's steps would be
     missing from epsilon. `HiddenStatePrivacyEngine.make_private` makes it.
 
     Attributes:
@@ -72,10 +71,10 @@ class PrivateOptimizer(DPOptimizer):
         refused: Arguments of `make_private` that make no sense with it, and why.
         constant: Sentence on settings that stay the same, for an error.
         checked: Description of what is verified at every step.
-        takes_per_layer: Whether every parameter may have a clip norm of its own.
-        hides_iterates: Whether its bound may count on iterates that nobody sees.
-        is_composed: Whether it is Opacus' algorithm, accounted step by step at Opacus' trust.
-        takes_pieces: Whether a batch may come in pieces (BatchMemoryManager).
+        takes_per_layer: True if every parameter may have a clip norm of its own.
+        hides_iterates: True if its bound may count on iterates that nobody sees.
+        is_composed: True if it is Opacus' algorithm, accounted step by step at Opacus' trust.
+        takes_pieces: True if a batch may come in pieces (BatchMemoryManager).
 
     Args:
         optimizer: Optimizer that moves the parameters.
@@ -216,7 +215,7 @@ class PrivateOptimizer(DPOptimizer):
         """Adds up the gradients at hand, and noise if they are the last ones of their batch.
 
         Returns:
-            Whether they are.
+            True if they are.
         """
         run, passes = self.run, self._passes
         step = run.cursor.steps_taken + 1
@@ -297,7 +296,7 @@ class PrivateOptimizer(DPOptimizer):
             passes.after(piece.step)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As in DPOptimizer; gradients of the parameters become None, and take no memory."""
+        """Clears gradients as DPOptimizer does; they become None, and take no memory."""
         is_first = not self._is_last_step_skipped
         for group in self.param_groups:
             for param in group["params"]:
@@ -314,7 +313,7 @@ class PrivateOptimizer(DPOptimizer):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The trainable parameters; within a step those of its block."""
+        """Parameters that are trained; within a step those of its block."""
         return list(super().params if self._piece is None else self._piece.params)
 
     def clip_and_accumulate(self) -> None:
@@ -365,7 +364,7 @@ class PrivateOptimizer(DPOptimizer):
             group.add_up([p.grad for p in piece.params])
 
     def _settings_of(self, piece: Piece) -> str:
-        """All that has to be the same in all processes that take this step, in words."""
+        """Returns all that has to be the same in all processes that take this step, in words."""
         groups = [
             {k: v for k, v in sorted(group.items()) if k != "params" and not _is_on_device(v)}
             for group in self.param_groups
@@ -403,12 +402,7 @@ class PrivateOptimizer(DPOptimizer):
     def check_arguments(
         cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
     ) -> None:
-        """Checks what only this mechanism knows, before anything is changed.
-
-        Args:
-            arguments: Arguments of `make_private`.
-            module: Model without Opacus' wrapper.
-            optimizer: Optimizer without Opacus' wrapper.
+        """Checks what only this mechanism knows of a run without wrappers; nothing is changed.
 
         Raises:
             TypeError, ValueError: An argument has an impossible value.
@@ -494,11 +488,11 @@ class PrivateOptimizer(DPOptimizer):
 
     @property
     def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
-        """The parameters that are moved together; the gradients of each are taken anew."""
+        """Parameters that are moved together; the gradients of each group are taken anew."""
         return [self.trained]
 
     def hidden_norm(self) -> Figure:
-        """Length of a hidden state, read from the device together with that of the gradients."""
+        """Returns the length of a hidden state, read together with that of the gradients."""
         return 0.0
 
     def move(self, piece: Piece) -> None:
@@ -506,7 +500,7 @@ class PrivateOptimizer(DPOptimizer):
         raise NotImplementedError
 
     def recorded(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
-        """Returns what is recorded of a logical step, right before the parameters move.
+        """Returns the record of a logical step, right before the parameters move.
 
         Args:
             batch: Index of the batch.
@@ -546,7 +540,7 @@ class PrivateOptimizer(DPOptimizer):
 
     @property
     def num_steps(self) -> int:
-        """The number of steps taken."""
+        """Number of steps taken."""
         return self.run.num_steps
 
     def forget_pieces(self) -> None:

@@ -23,13 +23,13 @@ _ROUNDING = 1e-6
 
 @attrs.frozen(eq=False)
 class DeclaredSchedule:
-    """The learning rates and the number of steps that `make_private` was told.
+    """Learning rates and number of steps that `make_private` was told.
 
-    The theorems are about a number of steps and learning rates that do not depend on the records.
-    What is declared before the first step and then compared at every step needs no trust.
+    The theorems are about such that do not depend on the records. What is declared before the first
+    step and then compared at every step needs no trust.
 
     Attributes:
-        num_steps: N, or None if it was not declared.
+        num_steps: Number of steps N, or None if it was not declared.
         learning_rates: Rates of the optimizer, shape (N,); shape (1,) for one constant; None if
             they were not declared.
         target_rate: Learning rate that the noise was found for, where none were declared; or None.
@@ -71,7 +71,7 @@ class DeclaredSchedule:
         return cls(length, rates[:1] if len(schedule.values) == 1 else rates)
 
     def learning_rate(self, num_steps: int, scale: float) -> float | Schedule | None:
-        """The learning rates of the first `num_steps` steps, times `scale`; None if undeclared."""
+        """Returns the rates of the first `num_steps` steps, times `scale`; None if undeclared."""
         if self.learning_rates is None:
             return None
         if len(self.learning_rates) == 1:
@@ -79,14 +79,11 @@ class DeclaredSchedule:
         return Schedule.from_sequence(self.learning_rates[:num_steps] * scale, "learning_rate")
 
     def at_rate_of(self, optimizer: Optimizer) -> DeclaredSchedule:
-        """The schedule for which noise is found: without declared rates that of the moment.
-
-        Args:
-            optimizer: The wrapped optimizer.
+        """Returns the schedule for which noise is found: without declared rates that of the moment.
 
         Raises:
-            UnsupportedRunError: A scheduler of torch's is on it, and no learning rates were
-                declared.
+            UnsupportedRunError: A scheduler of torch's is on the optimizer, and no learning rates
+                were declared.
         """
         if self.learning_rates is not None:
             return self
@@ -137,12 +134,7 @@ class DeclaredSchedule:
             )
 
     def assumptions(self, run: Run, proven: Iterable[Assumption]) -> tuple[Assumption, ...]:
-        """The assumptions of a bound, with what was compared marked as checked.
-
-        Args:
-            run: The run.
-            proven: What the bound assumes about the recorded event.
-        """
+        """Returns the assumptions of a bound on a run, with what was compared marked as checked."""
         proven = tuple(proven)
         is_declared = self.num_steps is not None or self.learning_rates is not None
         if not is_declared or all(a.topic is not Topic.FIXED_IN_ADVANCE for a in proven):
@@ -153,7 +145,7 @@ class DeclaredSchedule:
         return replace_assumptions(proven, *fixed_in_advance(run, steps, known))
 
     def fields(self) -> dict[str, Any]:
-        """Plain types that are equal for equal declarations, and short."""
+        """Returns plain types that are equal for equal declarations, and short."""
         rates, found = self.learning_rates, None
         if rates is not None:
             found = {

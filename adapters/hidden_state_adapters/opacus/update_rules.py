@@ -1,4 +1,4 @@
-"""What an optimizer of torch makes of a gradient: plain SGD, or any other rule."""
+"""Update rules of torch: plain SGD, which bounds are about, or any other."""
 
 from __future__ import annotations
 
