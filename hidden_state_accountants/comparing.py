@@ -49,7 +49,7 @@ _STYLES = {_PROVEN: "-", _PUBLISHED: "--", _OTHER_ALGORITHM: ":"}
 # A privacy loss distribution beyond this epsilon takes gigabytes; RDP is good enough there.
 _LARGEST_PLD_EPSILON = 200.0
 _MOST_NOISE_LEVELS = 100  # each costs a stock accountant up to seconds
-_MOST_POINTS = 10
+_MOST_POINTS = 10  # of a line of a picture
 
 
 @attrs.frozen

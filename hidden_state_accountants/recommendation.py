@@ -64,7 +64,7 @@ ORDERS = (
 )
 _COMPOSED = (BatchOrder.POISSON, BatchOrder.FULL)
 _BATCHES = (4, 20, 100, 400)  # per epoch
-_LEAST_BATCH = 50
+_LEAST_BATCH = 50  # records; smaller batches have not been measured
 _EVALUATIONS = 8_000_000  # that a long run may take
 _SHORT, _LONG = 16, 64  # epochs
 _K, _K_OF_TARGETS = 64.0, 4.0  # 2 M times the longest rate
@@ -76,7 +76,7 @@ _CLEAR, _MOST_KAPPA = 35.0, 4.0
 # Total learning rate at which a linear model without noise begins to learn single records: like a
 # weight decay of its inverse, which need not be less than about 1/n.
 _LONGEST, _LONGEST_PER_RECORD = 1e4, 3.0
-_TOLERANCE = 1e-3
+_TOLERANCE = 1e-3  # relative, of the noise multiplier
 _ROUNDING = 1e-9  # of mu
 _DIGITS = 6  # of the noise, rounded up: what is printed is what is accounted
 _OF_EACH_ORDER = 2  # runs with exact figures

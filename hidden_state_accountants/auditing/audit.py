@@ -35,8 +35,8 @@ from hidden_state_accountants.guarantee import Guarantee
 ATTACKS: tuple[Attack, ...] = (LinearLosses(), QuadraticLosses())
 """Every attack. `audit` runs those whose `event_type` fits and whose `check` finds no obstacle."""
 
-_TARGET_DELTA = 1e-5
-_SMALLEST_DELTA = 1e-10
+_TARGET_DELTA = 1e-5  # where epsilons are compared unless asked otherwise
+_SMALLEST_DELTA = 1e-10  # where the tested epsilons end
 _NUM_EPSILONS = 6  # a composed curve takes up to seconds for each
 _SLACK = 1e-9  # relative: rounding of an exact figure and of the claim
 

@@ -289,11 +289,11 @@ def _convolved(draws: list[Atoms], up: bool) -> Atoms:
 
 
 _PER_STD = 25  # thresholds per standard deviation of the noise
-_MOST_THRESHOLDS = 8000
+_MOST_THRESHOLDS = 8000  # of half-lines that are looked at: a tenth of a second
 _FAR = 14.0  # standard deviations beyond the means that thresholds reach
 _ROUNDING = 1e-10  # relative: more than sums of positive terms lose
 _NEGLIGIBLE = 1e-60  # atoms that are left out, and counted
-_CHUNK = 4_000_000
+_CHUNK = 4_000_000  # numbers in an array: 32 MB
 
 
 class HalfLines:

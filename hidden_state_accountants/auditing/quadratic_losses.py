@@ -147,7 +147,7 @@ def _curvatures(event: LastIterateDpEvent) -> list[float]:
     return sorted({min(max(h, low), high) + 0.0 for h in wanted})
 
 
-_TINIEST_VARIANCE = 1e-280
+_TINIEST_VARIANCE = 1e-280  # below it a double has no digits for its root
 _ROUNDING = 1e-9  # relative, taken off mu
 
 

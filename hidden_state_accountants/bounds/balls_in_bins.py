@@ -15,11 +15,9 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.data_order import (
+    bounds_of_fresh_orders,
     by_place,
-    carried,
-    epoch_by_epoch,
     last_epochs,
-    late_participations,
     mean_over_places,
 )
 from hidden_state_accountants.bounds.shifted_interpolation import mu_squared_by_position
@@ -123,13 +121,8 @@ def _law_of_one_draw(process: NoisyProcess) -> GaussianMixtureCurve:
 
 def _of_draws(process: NoisyProcess, hidden: _Hidden) -> list[Curve]:
     """The bounds that are asked where every epoch has a draw of its own, as for RESHUFFLED."""
-    over_ends, is_one_segment = carried(process), not process.release_steps
-    curves = [] if over_ends is None else [hidden(over_ends)]
-    if over_ends is None or process.expands or process.domain_diameter < math.inf:
-        curves.append(epoch_by_epoch(process, hidden))
-    if is_one_segment and process.is_constant and not process.expands:
-        curves.append(hidden(late_participations(process)))
-    elif is_one_segment:
+    curves = bounds_of_fresh_orders(process, hidden)
+    if not process.release_steps and (process.expands or not process.is_constant):
         last, distance = last_epochs(process)
         sums = EpochSums.of(last, 0, last.num_steps)
         if sums is not None and distance < math.inf:

@@ -45,9 +45,9 @@ _UNSOUND = (
     "LastIterateAccountant"
 )
 _CHUNK = 512  # starts that are looked at together, the last ones first
-_NODES = 401
+_NODES = 401  # of the integral S_alpha, which has 12 digits with them
 _SPLITS = np.concatenate([np.linspace(0.05, 0.95, 19), 1 - np.geomspace(0.03, 1e-4, 6)])
-_WINDOWS = 60
+_WINDOWS = 60  # starts tau that are tried, on a geometric grid
 
 
 @attrs.frozen

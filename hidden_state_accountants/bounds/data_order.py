@@ -58,7 +58,8 @@ _CITATION = Citation(
     "Bok, Su, Altschuler 2024", "shifted interpolation, averaged over secret orders", "2403.00278"
 )
 
-_MANY_STEPS = 100_000
+_OfLaw = Callable[[GaussianMixtureCurve], Curve]
+_MANY_STEPS = 100_000  # that carries take a second for
 _FORGOTTEN = 0.02  # product of the moduli of an epoch, with which the one before it is not asked
 
 
@@ -141,12 +142,7 @@ class Reshuffled(HiddenStateBound):
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The smallest of the bounds that are asked."""
         process = noisy_process(event, relation)
-        over_ends = carried(process)
-        curves: list[Curve] = [] if over_ends is None else [over_ends]
-        if over_ends is None or process.expands or process.domain_diameter < math.inf:
-            curves.append(epoch_by_epoch(process))
-        if process.is_constant and not process.release_steps and not process.expands:
-            curves.append(late_participations(process))
+        curves = bounds_of_fresh_orders(process)
         theorem = self.cited("Theorem A averaged over the secret order of each epoch")
         hidden = _hidden_in_the_last_epochs(event, relation, process)
         if hidden is not None and is_smaller(hidden, best_curve(curves)):
@@ -155,6 +151,22 @@ class Reshuffled(HiddenStateBound):
                 f"Theorem F on {self.cited('Theorem A')}: the place in the last epochs is secret"
             )
         return Proof(curve=best_curve(curves), theorem=theorem)
+
+
+def bounds_of_fresh_orders(process: NoisyProcess, of_law: _OfLaw = lambda law: law) -> list[Curve]:
+    """The bounds that are asked where every epoch has an order, or draws, of its own.
+
+    Args:
+        process: The process of the run.
+        of_law: Makes a curve of the law of the distance.
+    """
+    over_ends = carried(process)
+    curves = [] if over_ends is None else [of_law(over_ends)]
+    if over_ends is None or process.expands or process.domain_diameter < math.inf:
+        curves.append(epoch_by_epoch(process, of_law))
+    if process.is_constant and not process.release_steps and not process.expands:
+        curves.append(of_law(late_participations(process)))
+    return curves
 
 
 def _hidden_in_the_last_epochs(
@@ -223,9 +235,7 @@ def carried(process: NoisyProcess) -> GaussianMixtureCurve | None:
     return carried_curve(epochs, carries) if np.isfinite(epochs.costs(carries)).all() else None
 
 
-def epoch_by_epoch(
-    process: NoisyProcess, of_law: Callable[[GaussianMixtureCurve], Curve] = lambda law: law
-) -> Curve:
+def epoch_by_epoch(process: NoisyProcess, of_law: _OfLaw) -> Curve:
     """Shifts that are used up by the end of each epoch; `of_law` makes the curve of one epoch."""
     period, steps = process.period, process.num_steps
     mixtures: dict[tuple[float, ...], tuple[Curve, int]] = {}

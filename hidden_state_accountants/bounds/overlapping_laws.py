@@ -37,10 +37,10 @@ from hidden_state_accountants.process.noisy_process import (
 
 _WIDEST = 100.0  # diameter in standard deviations of a step's noise: beyond it nothing is gained
 _LONGEST = 2**13  # steps of a window
-_MOST_WINDOWS = 24
+_MOST_WINDOWS = 24  # that one profile goes through
 _LARGEST_MU = 16.0  # beyond it the laws have next to nothing in common
 _DELTA = 1e-6  # windows are chosen by epsilon there
-_NODES = 128
+_NODES = 128  # of a profile
 _CANDIDATES = 16  # levels at which the matching may be cut, on either side of a loss of 0
 _ENOUGH = 0.995  # of epsilon: nothing more is gained
 _SHORTEST = 1e-6  # of the epsilons of the last node, unless it was less

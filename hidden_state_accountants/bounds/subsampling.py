@@ -66,12 +66,12 @@ from hidden_state_accountants.process.noisy_process import (
 )
 from hidden_state_accountants.process.stretching import BatchSizes, Stretching, modulus_lines
 
-_MOST_NOISE_LEVELS = 8
+_MOST_NOISE_LEVELS = 8  # each has privacy losses of its own
 _NEGLIGIBLE = 1e-2  # beside the probability that a window does not cover
 _TAILS = tuple(2**k for k in range(6, 19))  # steps that a long run of equal ones is looked at
 _FORGOTTEN = 1e-4  # the share of a step's sensitivity that distances before them may leave
-_NEARLY_FORGOTTEN = 1e-2
-_MOST_PLANS = 64
+_NEARLY_FORGOTTEN = 1e-2  # the same share, good enough to choose a window
+_MOST_PLANS = 64  # that are remembered, of a few numbers each
 _FEW_SEGMENTS = 8  # more of them are planned as a power of two
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
 _DIGITS = 12  # of the noise of a schedule beside its first

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # the help needs nothing of this
     from hidden_state_accountants.cli.run_file import RunDescription
     from hidden_state_accountants.guarantee import Guarantee
 
-_EXIT_BAD_INPUT = 2
+_EXIT_BAD_INPUT = 2  # status, as of argparse and typer
 _MOST_EPOCHS = 10_000  # where a search for them ends
 _ClickError: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
 

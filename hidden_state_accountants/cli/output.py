@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # the help needs nothing of this
     from hidden_state_accountants.comparing import Comparison, Progress
     from hidden_state_accountants.guarantee import Guarantee
 
-_WIDTH_OF_A_PIPE = 110
+_WIDTH_OF_A_PIPE = 110  # columns, where no terminal has a width
 _COUNTED = re.compile(r"\b(\d+) of (\d+)\b")
 
 

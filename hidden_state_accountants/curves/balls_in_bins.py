@@ -22,7 +22,7 @@ from scipy import special
 
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import ComposableCurve, GaussianCurve
-from hidden_state_accountants.curves.by_profile import ProfileCurve, lower_hull
+from hidden_state_accountants.curves.by_profile import ProfileCurve, hull_profile
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.profiles import Deltas, Profile
 
@@ -165,10 +165,7 @@ def _replaced(pair: Profile, apart: float) -> Profile:
     with np.errstate(over="ignore", invalid="ignore"):
         bounds = first + np.exp(x) * second
     revealed = deltas_from_mu(apart, epsilons)
-    values = np.minimum.accumulate(np.minimum(np.nanmin(bounds, axis=1), revealed))
-    kept = lower_hull(np.expm1(epsilons), values)
-    deltas = profiles.polygon(epsilons[kept], values[kept])
-    return Profile(deltas, deltas, float(epsilons[-1]))
+    return hull_profile((epsilons, np.minimum(np.nanmin(bounds, axis=1), revealed)))
 
 
 def _at(own: Deltas, opposite: Deltas, epsilon: np.ndarray) -> np.ndarray:

@@ -153,10 +153,17 @@ def read(curve: Curve, smallest: float = _SMALLEST) -> tuple[np.ndarray, np.ndar
 
 def profile_above(curve: Curve) -> Profile:
     """The profile of a symmetric pair that dominates a mechanism in both orders."""
-    epsilons, deltas = read(curve)
-    kept = lower_hull(np.expm1(epsilons), deltas)
-    values = profiles.polygon(epsilons[kept], deltas[kept])
-    return Profile(values, values, float(epsilons[-1]))
+    return hull_profile(read(curve))
+
+
+def hull_profile(*orders: tuple[np.ndarray, np.ndarray]) -> Profile:
+    """The hulls of bounds on delta at epsilons that ascend from 0, in one order or in both."""
+    together, polygons = min(float(deltas[0]) for _, deltas in orders), []  # the total variation
+    for epsilons, deltas in orders:
+        falling = np.minimum.accumulate(np.append(together, deltas[1:]))
+        kept = lower_hull(np.expm1(epsilons), falling)
+        polygons.append(profiles.polygon(epsilons[kept], falling[kept]))
+    return Profile(polygons[0], polygons[-1], max(float(epsilons[-1]) for epsilons, _ in orders))
 
 
 def lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:

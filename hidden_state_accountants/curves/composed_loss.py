@@ -36,7 +36,7 @@ from hidden_state_accountants.curves.profiles import RELATIVE_ERROR
 _LOST = 1e-19  # more than what leaves the window (2 exp(-45)), or underflows
 _VANISHED = 1e-40  # of a characteristic function: what is smaller is left out
 _SMALLEST = 1e-280  # more than what underflows in 1e13 profiles: it is no delta of 0
-_FIRST_TILT, _LARGEST_TILT = 0.25, 1e6
+_FIRST_TILT, _LARGEST_TILT = 0.25, 1e6  # that Cantelli's bound tries, each twice the last
 _HARDLY = 1e-6  # more than all rounding of a mean
 _MOST_COUNT = 10**13  # beyond it the error is no small number any more
 _MOST_CELLS = 2**23  # of a window: arrays of 64 MB
@@ -49,7 +49,7 @@ _TAIL = 45.0  # the logarithm of the tilted probability of what a window leaves 
 _FIRST, _STEP = 15.0, 5.0  # relative entropy between no tilt and the first, and so on, in nats
 _DROPPED = 1e-22  # tilted probability of the losses that are left out of a composition
 _UNDERFLOW = 1e-200  # of a sum whose largest term may have underflowed
-_LARGEST_EXPONENT = 700.0
+_LARGEST_EXPONENT = 700.0  # whose exponential is a double
 _MOST_MOVES = 40  # each half of the one before
 _LARGE, _OFTEN = 1 / 16, 256  # a mass that is most likely, of a loss that runs so often
 _FEW = 20  # masses that are evaluated together

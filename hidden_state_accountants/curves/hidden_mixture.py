@@ -22,12 +22,10 @@ import dp_accounting
 import numpy as np
 from scipy import optimize
 
-from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import ComposableCurve, GaussianMixtureCurve
-from hidden_state_accountants.curves.by_profile import ProfileCurve, lower_hull
+from hidden_state_accountants.curves.by_profile import ProfileCurve, hull_profile
 from hidden_state_accountants.curves.gaussian import log_delta_at
 from hidden_state_accountants.curves.losses import UNIT, Losses
-from hidden_state_accountants.curves.profiles import Deltas, Profile
 
 _FORWARD, _BACKWARD, _REPLACED = "forward", "backward", "replaced"
 _FAR = 38.0  # standard deviations: less than 1e-300 of a Gaussian is beyond
@@ -36,11 +34,11 @@ _ERROR = 64 * UNIT  # of a sum, in units of its terms' sizes; of its logarithm
 _ROUNDED_UP = 1 + 2.0**-40  # a delta: more than the relative error of a sum of Gaussian ones
 _AT_ONCE = 1_000_000  # numbers in an array
 _APART = 0.02  # neighbouring thresholds of a polygon, in standard deviations
-_MOST_NODES = 4000
+_MOST_NODES = 4000  # of a polygon
 _END = 15.0  # standard deviations of a polygon: 1e-50 is beyond
 _SMALLEST, _SMALL_BESIDE = 1e-50, 1e-20  # deltas where a polygon ends, and has to
 _LARGEST = 600.0  # epsilon of a polygon
-_TINY = 5e-324
+_TINY = 5e-324  # the smallest double: delta has a logarithm
 _PRECISION = 2e-15  # of a threshold
 
 
@@ -199,15 +197,7 @@ class HiddenMixtureCurve(ComposableCurve):
         beyond = max(float(deltas[-1]) for _, deltas in nodes)
         if beyond > self._lost * _ROUNDED_UP + _SMALL_BESIDE:
             return self.revealed
-        together = min(float(deltas[0]) for _, deltas in nodes)  # the total variation
-        polygons: list[Deltas] = []
-        for epsilons, deltas in nodes:
-            deltas[0] = together
-            deltas = np.minimum.accumulate(deltas)
-            kept = lower_hull(np.expm1(epsilons), deltas)
-            polygons.append(profiles.polygon(epsilons[kept], deltas[kept]))
-        largest = max(float(epsilons[-1]) for epsilons, _ in nodes)
-        return ProfileCurve(Profile(polygons[0], polygons[-1], largest), beyond)
+        return ProfileCurve(hull_profile(*nodes), beyond)
 
     def _nodes(self, order: str) -> tuple[np.ndarray, np.ndarray]:
         """Epsilons, the first of which is 0, and deltas there."""

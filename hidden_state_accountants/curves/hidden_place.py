@@ -23,9 +23,8 @@ import dp_accounting
 import numpy as np
 from scipy import optimize, special
 
-from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import ComposableCurve, GaussianMixtureCurve
-from hidden_state_accountants.curves.by_profile import ProfileCurve, lower_hull
+from hidden_state_accountants.curves.by_profile import ProfileCurve, hull_profile
 from hidden_state_accountants.curves.losses import Losses
 
 _TOLERANCE = 1e-3  # relative, of a maximum over rho
@@ -36,7 +35,7 @@ _WIDE = 1.0  # interval, in which every place has its best y
 _FAR, _BEYOND = 40.0, 1e100  # standard deviations: beyond them nothing is left; any number
 _SMALLEST_DISTANCE = 1e-9  # what a smaller B_k is rounded up to
 _UNIT = 2.0**-42  # relative error of scipy's Phi, and of a sum, rounded up
-_TINY = 1e-300
+_TINY = 1e-300  # delta has a logarithm
 _DENSITY = 1 / math.sqrt(2 * math.pi)
 _LARGEST = 600.0  # epsilon that is looked at
 _AT_ONCE = 1_000_000  # numbers in an array
@@ -250,17 +249,8 @@ class HiddenPlaceCurve(ComposableCurve):
         between = np.arange(near[-1], usual, _WIDEST * (_RATIO - 1) * usual)[1:]
         nodes = np.concatenate([[0.0], near, between, np.geomspace(usual, top, _FAR_NODES)])
         revealed = np.array([self.revealed.delta(epsilon) for epsilon in nodes])
-        forward, backward = (
-            np.minimum.accumulate(np.minimum(deltas, revealed)) for deltas in self._deltas(nodes)
-        )
-        forward[0] = backward[0] = min(forward[0], backward[0])  # one total variation
-        polygons = []
-        for deltas in (forward, backward):
-            kept = lower_hull(np.expm1(nodes), deltas)
-            polygons.append(profiles.polygon(nodes[kept], deltas[kept]))
-        return ProfileCurve(
-            profiles.Profile(polygons[0], polygons[1], top), float(max(forward[-1], backward[-1]))
-        )
+        orders = [(nodes, np.minimum(_smallest(o, nodes), revealed)) for o in self._orders]
+        return ProfileCurve(hull_profile(*orders), max(float(deltas.min()) for _, deltas in orders))
 
     def privacy_losses(self) -> Losses | None:
         return self.quick.privacy_losses()

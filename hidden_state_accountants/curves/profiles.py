@@ -24,9 +24,9 @@ Deltas = Callable[[np.ndarray], np.ndarray]
 RELATIVE_ERROR = 1e-12
 """No profile of this module is smaller than (1 - RELATIVE_ERROR) times the exact one."""
 _FAR = 15.0  # a Gaussian has less than 1e-50 of its mass beyond
-_LARGE_EPSILON = 30.0
-_ROUNDING = 2.0**-50
-_LARGEST_EXPONENT = 700.0
+_LARGE_EPSILON = 30.0  # beyond it exp(-epsilon) is below the roundoff
+_ROUNDING = 2.0**-50  # relative, of a difference to 1
+_LARGEST_EXPONENT = 700.0  # whose exponential is a double
 _ROUNDING_OF_POLYGONS = 2.0**-49  # of an interpolated value, in units of the value to its left
 _RATIO = 1.01  # of neighbouring nodes
 _SMALL = 1e-3  # first node, in standard deviations of the privacy loss

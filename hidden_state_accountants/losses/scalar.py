@@ -11,7 +11,7 @@ import math
 from hidden_state_accountants.losses.arrays import TINY, Array, Arrays
 from hidden_state_accountants.losses.softmax import TOLERANCE
 
-_NEWTON_STEPS = 8
+_NEWTON_STEPS = 8  # after which every root has its digits; a test tries all sizes
 
 
 def logistic(

@@ -23,8 +23,8 @@ import attrs
 
 from hidden_state_accountants.losses.arrays import TINY, Array, Arrays
 
-NEWTON_STEPS = 12
-RESCUE_STEPS = 200
+NEWTON_STEPS = 12  # nearly all records need 4 to 8
+RESCUE_STEPS = 200  # two bisections of a double each
 TOLERANCE = 1e-12
 """Certified error of a gradient, in units of 1 + the largest difference of two logits."""
 

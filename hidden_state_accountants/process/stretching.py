@@ -35,7 +35,6 @@ _MOST_MODULI = 4_000_000  # steps that are looked at, times sizes
 _NODES = 512  # steps of a schedule that are looked at
 _SAME = 1e-12  # moduli whose logarithms differ by less do not depend on the size
 _RATIO = 1.7  # of neighbouring thetas
-_COARSER = 2  # lines for one of a rough bound
 _MOST_LOGS = 8_000_000  # thetas times steps
 _RARE = 1e-15  # probability of a batch that is larger than reckoned with
 
@@ -291,11 +290,6 @@ class Stretching:
         """The same for steps start + 1 .. stop alone."""
         logs = self.logs if self._sums is None else self.logs[:, start:stop]
         return Stretching(logs, self.offsets, stop - start)
-
-    def rough(self) -> Stretching:
-        """Somewhat larger bounds by fewer lines, good enough to choose a window."""
-        kept = np.arange(len(self.logs)) % _COARSER == 0
-        return Stretching(self.logs[kept], self.offsets[kept], self.num_steps)
 
     def log_product(self, start: int | range, stop: int | range) -> np.ndarray:
         """The bound for the windows (start, stop], of the shape of the range if there is one."""

@@ -27,11 +27,11 @@ _WEIGHT = 10.0  # how much costly positions count: about log(1/delta) for a delt
 _ROUNDS = 3  # of the weight, which is relative to the cost
 _MOST_STEPS = 100  # of Newton's method; a few are enough but for schedules with jumps
 _ENOUGH = 1e-6  # relative decrease that a further step promises
-_SMALLEST_STEP = 1e-9
+_SMALLEST_STEP = 1e-9  # share of Newton's step below which a line search gives up
 _CELLS = 2**14  # of the law of the cost of a run
 _LEVELS = 400  # of the curve
 _TAIL = 1e-16  # probability of costs that need no resolution
-_TINY = 1e-300
+_TINY = 1e-300  # keeps quotients finite
 _ROUNDING = 1e-9  # relative; more than all rounding errors together
 
 

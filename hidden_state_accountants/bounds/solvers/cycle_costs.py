@@ -23,17 +23,17 @@ from scipy import optimize, stats
 _EXACT, _RUNGS = 40, 150  # numbers of steps that others are rounded up to
 _PARTS = 8  # of the lengths of cycles between two of these
 _GIVEN_UP = 1e-26  # probability of a number of heads
-_CELLS = 2048
+_CELLS = 2048  # of a grid of costs
 _SMALLEST = 1e-17  # survival probability where the law ends
 _TILT = 0.6  # of the exponent at which it does
 _LOG_EXPONENTS, _TRIES = (-5.0, 6.0), 12  # where the best one is looked for
 _BODIES = (3e-3, 3e-7)  # survival probabilities where finer grids end
 _WRAPPED = 1e-12  # what is left of a probability beyond two grids
-_UNIT = 2.0**-53
+_UNIT = 2.0**-53  # unit roundoff
 _FFT = 64  # units of roundoff of a transform, a product and its inverse, of the largest norm
 _ROUNDING = 1e-9  # relative; more than all rounding errors of probabilities together
 _LARGEST = 600.0  # logarithm
-_MOST_HEADS = 4000.0
+_MOST_HEADS = 4000.0  # expected participations, beyond which the numbers of heads take seconds
 
 
 @attrs.frozen(eq=False)

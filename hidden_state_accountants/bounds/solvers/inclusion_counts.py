@@ -12,7 +12,7 @@ from scipy import stats
 from hidden_state_accountants.events.batch_order import BINS, EPOCH_ORDERS, BatchOrder
 
 _BY_EPOCH = (*EPOCH_ORDERS, *BINS)
-_EXACT_STEPS = 300
+_EXACT_STEPS = 300  # runs that are not rounded up
 _RATIO = 1.004  # of neighbouring numbers that longer runs round up to
 
 

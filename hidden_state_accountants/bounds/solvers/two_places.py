@@ -22,11 +22,11 @@ from hidden_state_accountants.process.noisy_process import NoisyProcess
 _SPAN = 300.0  # nats of products of moduli within an epoch, or in a group of epochs
 _FORGOTTEN = -250.0  # log of a product of moduli: all epochs before it are one group
 _GROWTH = 0.01  # of what comes after a group of epochs or places, which it may have
-_MOST_TERMS = 120_000
+_MOST_TERMS = 120_000  # places times epochs: a second
 _MOST_STEPS = 20_000_000  # arrays of 160 MB
 _NEGLIGIBLE = 1e-20  # share of a step that all before the steps that are looked at may have left
 _FEW_PLACES = 0.25  # growth of groups of places in two epochs, every pair of which is a pattern
-_MOST_PATTERNS = 2000
+_MOST_PATTERNS = 2000  # of two epochs: a second
 _TINY = 1e-300  # what underflows is rounded up: no shift is forgotten
 
 

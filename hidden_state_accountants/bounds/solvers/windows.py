@@ -39,7 +39,6 @@ _FINE = (160, 400)  # precision and number of levels of the law of the distance
 _ROUGH, _FEW_LEVELS = 20, 24  # of a rough one
 _SHARE_UP = 0.25  # of a cell, by which levels of a rough one are too large on average
 _NEAR = 1.03  # pasts of nearly the same length share a rough law
-_LATE = 2**11  # coins that are looked at first
 _FORGOTTEN = 1e-4  # the share of the distance that steps long ago may have
 _CELLS = 2048
 _FINER = 32  # cells of a single mechanism in one cell of the sum: its losses are much smaller
@@ -109,33 +108,14 @@ def best_plan(
     Windows are compared at `delta`, or a smaller one if the best epsilon is 0 there, composed
     `count` times.
     """
-    windows = Windows(attrs.evolve(steps, stretching=steps.stretching.rough()))
+    windows, plan, epsilon = Windows(steps), None, math.inf
     if windows.total < 2 and not steps.before:
         return None
-    return _best_plan(windows, steps.before, profile_of, delta, count)
-
-
-def _best_plan(
-    windows: Windows,
-    before: int,
-    profile_of: Callable[[float], Profile],
-    delta: float,
-    count: int,
-) -> Plan | None:
-    """The plan of `best_plan`, of windows whose laws are kept from one delta to the next."""
-    plan: Plan | None = None
     quick_at = functools.partial(QuickLosses, profile_of, delta, count=count)
     whole = scale = _scale_of(windows.whole(), quick_at)
-    if whole and before:  # that of any window is nearer to the smallest one
-        late = windows.rough(Plan(windows.total - 1, windows.total - 1, split(_SPLITS[0])))
-        scale = min(whole, _scale_of(late, quick_at) or whole)
-    epsilon = math.inf
     while scale > 0:
         search = _Search(windows, quick_at(scale))
         epsilon, plan = search.on_grid(math.inf if plan is None else search.epsilon(plan), plan)
-        if plan is None and scale < whole:  # all windows are far above the scale
-            scale = min(whole, scale * _STEP)
-            continue
         if plan is None or epsilon > _PROMISING * scale:
             break
         if epsilon > scale / 3:
@@ -144,7 +124,7 @@ def _best_plan(
             break
         scale = max(epsilon, scale / _STEP)  # what is far below the scale is not read off well
     if plan and epsilon == 0 and delta > _SMALLEST_DELTA:  # many windows are as good there
-        return _best_plan(windows, before, profile_of, delta * _SMALLER, count) or plan
+        return best_plan(steps, profile_of, delta * _SMALLER, count) or plan
     return plan if epsilon < whole else None
 
 
@@ -286,7 +266,7 @@ class Windows:
         if self._steps.is_constant and start >= self._memory:
             start = self.total
         if start not in self._rough_laws:
-            weights, largest, certain = self._late_coins(start)
+            weights, largest, certain = self._coins(start)
             law = law_of_sum(weights, self._steps.rate, largest, _ROUGH, certain)
             self._rough_laws[start] = rough_levels(law, _FEW_LEVELS, 1 - _SHARE_UP / _ROUGH)
         return self._window(plan, self._rough_laws[start])
@@ -337,31 +317,16 @@ class Windows:
         before = self._steps.stretching.log_product(self.total - plan.length, first)
         return float(before) - self._log_weights[plan.shifted] / 2
 
-    def _coins(self, start: int, first: int = 0) -> tuple[np.ndarray, float, float]:
-        """The distance that each coin adds after `start` steps, the largest, and that at the start.
-
-        The first coins may be left out.
-        """
-        stops = range(first + 1, start + 1)
+    def _coins(self, start: int) -> tuple[np.ndarray, float, float]:
+        """The distance that each coin adds after `start` steps, the largest, and the first one."""
+        stops = range(1, start + 1)
         with np.errstate(over="ignore"):
             weights = np.exp(
-                self._log_sensitivity[first:start]
-                + self._steps.stretching.log_product(stops, start)
+                self._log_sensitivity[:start] + self._steps.stretching.log_product(stops, start)
             )
             kept = np.exp(self._steps.stretching.log_product(0, start))
         certain = float(self._steps.distance[0] * kept) if self._steps.before else 0.0
         return weights, float(self._steps.distance[start]), certain
-
-    def _late_coins(self, start: int) -> tuple[np.ndarray, float, float]:
-        """About the same of the coins that matter: good enough to choose."""
-        number = _LATE
-        while number < start:
-            found = self._coins(start, start - number)
-            weights = found[0]
-            if weights[: number // 2].max() <= _FORGOTTEN / number * weights.max():
-                return found
-            number *= 4
-        return self._coins(start)
 
     @functools.cached_property
     def _memory(self) -> int:
