@@ -30,7 +30,6 @@ from hidden_state_accountants.guarantee import (
     merge_assumptions,
     replace_assumptions,
 )
-from hidden_state_accountants.runs.run import Run
 from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
@@ -448,17 +447,17 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             UnsupportedRunError: Something was looked at that no theorem covers, a step of the
                 current run was refused, or a run of DP-MBCD is within an epoch.
         """
-        events = [recorder.event() for recorder in self._recorded()]
+        events = self._events()
         return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
 
-    def _recorded(self) -> list[Run]:
+    def _events(self) -> list[dp_accounting.DpEvent]:
         self.accountant.check_not_refused()
         if self._run is not None:
             self._run.check_not_refused()
-        recorded = [run for run in self.accountant.recorders if run.num_steps]
-        if not recorded:
+        events = [run.event() for run in self.accountant.recorders if run.num_steps]
+        if not events:
             raise ValueError("Expected at least one step, got none yet.")
-        return recorded
+        return events
 
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
@@ -488,7 +487,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             ValueError: No step was taken.
             UnsupportedRunError: There is no epsilon; see `get_epsilon`.
         """
-        events = [run.event() for run in self._recorded()]
+        events = self._events()
         guarantee = self.accountant.guarantee
         self.accountant.warn_of_delta(delta)
         notes = {"update_rule": "any"}  # a checkpoint alone does not say
@@ -513,7 +512,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             ValueError: No step was taken.
             UnsupportedRunError: There is no epsilon; see `get_epsilon`.
         """
-        events = [recorder.event() for recorder in self._recorded()]
+        events = self._events()
         _ = self.accountant.guarantee  # checks the iterate
         return hsa.compare(events, delta, self.accountant.neighboring_relation)
 
@@ -740,7 +739,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             UnsupportedRunError: `module` is not that of the current run, or the secret order that
                 the run needs was not stored.
         """
-        options = {"weights_only": True, **(torch_load_kwargs or {})}
+        run, options = self._run, {"weights_only": True, **(torch_load_kwargs or {})}
+        if run is not None:
+            optimizer = optimizer or run.optimizer
         stateful = {
             "optimizer": optimizer,
             "noise_scheduler": noise_scheduler,
@@ -752,10 +753,25 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             self._check_module(module)
             checkpoint: dict[str, Any] = torch.load(path, **options)
             self._check_checkpoint(checkpoint, discard_later_steps)
-            self._restore(checkpoint, module, stateful, module_load_dict_kwargs or {})
+            if run is not None:
+                run.load_private_state(checkpoint[SECTION])
+            self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
+            loaded = module or run.modules[-1]  # type: ignore[union-attr]
+            loaded.load_state_dict(
+                checkpoint["module_state_dict"], **(module_load_dict_kwargs or {})
+            )
+            for name, target in stateful.items():
+                if target is not None and f"{name}_state_dict" in checkpoint:
+                    target.load_state_dict(checkpoint[f"{name}_state_dict"])
+            if run is not None:
+                run.resume(checkpoint[SECTION])
+                self.accountant.assume(
+                    "nothing computed by steps that were taken after a checkpoint and given up "
+                    "when it was loaded was shown to anybody"
+                )
+                self.accountant.assume("the run goes on from a checkpoint in one place only")
             return checkpoint
 
-        run = self._run
         if run is None or run.declared.group is None:
             return load()
         try:
@@ -776,31 +792,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             self._run.check_state(checkpoint, discard_later_steps)
         elif SECTION in checkpoint:
             check_later_steps(checkpoint[SECTION], discard_later_steps)
-
-    def _restore(
-        self,
-        checkpoint: dict[str, Any],
-        module: Any,
-        stateful: dict[str, Any],
-        options: dict[str, Any],
-    ) -> None:
-        run = self._run
-        if run is not None:
-            run.load_private_state(checkpoint[SECTION])
-            module = module or run.modules[-1]
-            stateful["optimizer"] = stateful["optimizer"] or run.optimizer
-        self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
-        module.load_state_dict(checkpoint["module_state_dict"], **options)
-        for name, target in stateful.items():
-            if target is not None and f"{name}_state_dict" in checkpoint:
-                target.load_state_dict(checkpoint[f"{name}_state_dict"])
-        if run is not None:
-            run.resume(checkpoint[SECTION])
-            self.accountant.assume(
-                "nothing computed by steps that were taken after a checkpoint and given up when it "
-                "was loaded was shown to anybody"
-            )
-            self.accountant.assume("the run goes on from a checkpoint in one place only")
 
     def _check_module(self, module: Any) -> None:
         run = self._run
