@@ -218,3 +218,12 @@ def test_the_description_of_a_release_has_no_relative_links(monkeypatch):
         assert not release.RELATIVE_LINK.search(text)
         assert (f"({url}/blob/abc/docs/theory/theorem_a.md)" in text) == bool(url)
         assert "theorem_a" not in text or url
+
+
+def test_docstrings_that_begin_with_fragments_are_found(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    complaints = importlib.import_module("language").complaints
+    good = '"""Sums.\n\n    Args:\n        x: Number of a sum.\n"""'
+    assert complaints(good) == []
+    bad = good.replace("Sums", "What is summed").replace("Number of", "Of")
+    assert [text for _, text in complaints(bad)] == ["What is summed.", "x: Of"]
