@@ -75,7 +75,7 @@ help:
 	@echo "make test-deep    about an hour of adversarial search for runs that refute a bound (not part of make test)"
 	@echo "make docs         build the site into site/, strictly, and the notebooks that it shows; open site/index.html"
 	@echo "make release      build the source distribution and the wheel into dist/, reproducibly, and check them"
-	@echo "make lint         ruff, mypy and the import directions"
+	@echo "make lint         ruff, mypy, the import directions and the beginnings of docstrings"
 	@echo "make format       let ruff format and fix the sources"
 	@echo "make clean        remove caches and builds"
 	@echo "make distclean    remove the environments .venv and .venv-* too"
@@ -164,6 +164,7 @@ lint: .venv/.test-installed
 	.venv/bin/python -m ruff format --check $(SOURCES)
 	.venv/bin/python -m mypy
 	.venv/bin/lint-imports --no-logo
+	.venv/bin/python tools/language.py
 
 format: .venv/.test-installed
 	.venv/bin/python -m ruff check --fix $(SOURCES)
