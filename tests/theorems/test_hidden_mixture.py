@@ -201,7 +201,7 @@ def test_no_attack_refutes_it(seed, is_replaced):
 
 
 def test_wrong_variants_are_refuted():
-    """The runs of docs/theory/hidden_coins.md: the truth is above what a wrong variant gives."""
+    """Runs of linear losses whose truth is above what a wrong variant gives."""
     one_step = np.full(2, 0.5), np.array([0.0, 2.0])
     zero = np.zeros(2)
     right = HiddenMixtureCurve(*one_step)

@@ -168,7 +168,7 @@ def test_no_attack_refutes_reshuffled_batches(relation, seed):
 
 
 def test_wrong_variants_are_refuted():
-    """The runs of docs/theory/hidden_place.md: the truth is above what a wrong distance gives."""
+    """Runs of linear losses whose truth is above what a wrong distance gives."""
     steps = number = 4
 
     def ask(c, shifts, sigma, g, other, relation, epsilon, order, change):
