@@ -81,10 +81,7 @@ def report_lines(
 
 
 def _shorter_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> list[Change]:
-    """The largest learning rate whose steps stretch no distance, where those of the run do.
-
-    Batches of random sizes have half of it as well, which stretches none up to twice the mean size.
-    """
+    """The largest learning rate whose steps stretch nothing, and half of it for random sizes."""
 
     def scaled(scale: float) -> LastIterateDpEvent:
         rate = mapped(lambda rate: float(f"{rate * scale:.3g}"), event.learning_rate)

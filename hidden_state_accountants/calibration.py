@@ -190,10 +190,7 @@ class _Target:
         )
 
     def close_in(self, meets: float, misses: float, width: float) -> float:
-        """The value nearest to `misses` seen to meet the target; of integers if `meets` is one.
-
-        By Brent's method on logarithms, to a bracket of the width.
-        """
+        """The value nearest to `misses` seen to meet the target; of integers if `meets` is one."""
         ends = {math.log(meets): meets, math.log(misses): misses}
 
         def height(logarithm: float) -> float:

@@ -485,12 +485,8 @@ def draw_epsilons(
 ) -> None:
     """Epsilon against epochs between logarithmic axes, one panel for each run.
 
-    Args:
-        panels: The (epochs, epsilon) of lines by name and style of matplotlib, by title. Lines of
-            one name have one colour.
-        path: File of the picture.
-        delta: Delta at which the epsilons hold.
-        relation: In words.
+    Panels are the (epochs, epsilon) of lines by name and style of matplotlib, by title; lines of
+    one name have one colour.
     """
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)

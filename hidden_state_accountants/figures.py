@@ -19,12 +19,7 @@ def round_up(value: float, digits: int) -> float:
 
 
 def large_delta(delta: float, records: int) -> str:
-    """Returns what is said of a delta that protects nobody; "" for one below 1/n.
-
-    Args:
-        delta: Delta of the guarantee.
-        records: Number n of records.
-    """
+    """Returns what is said of a delta that protects nobody; "" for one below 1/n, n `records`."""
     if not delta * records >= 1:
         return ""
     return (

@@ -38,10 +38,7 @@ class Evidence:
     delta: Callable[[float], float]
 
     def epsilon(self, delta: float) -> float:
-        """A lower bound on the epsilon of every valid claim at `delta` in [0, 1).
-
-        The largest epsilon, up to 1e-9, whose `delta` exceeds the given one; inf beyond 700.
-        """
+        """A lower bound on the epsilon of every valid claim at `delta` in [0, 1), up to 1e-9."""
         if not self.delta(0.0) > delta:
             return 0.0
         if self.delta(LARGEST_EPSILON) > delta:

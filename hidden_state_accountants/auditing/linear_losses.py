@@ -201,10 +201,7 @@ def shift_law(event: LastIterateDpEvent, *, up: bool = False) -> Atoms:
 
 
 def participation_probability(event: LastIterateDpEvent) -> float:
-    """The probability that a record's gradient is in one batch that is drawn at random.
-
-    A loader with a cap drops uniformly, so the record stays with probability min(1, cap / size).
-    """
+    """The probability that a record is in a random batch, and not dropped by a cap."""
     rate = event.sampling_probability
     if event.max_batch_size is None:
         return rate

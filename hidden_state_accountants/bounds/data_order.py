@@ -154,12 +154,7 @@ class Reshuffled(HiddenStateBound):
 
 
 def bounds_of_fresh_orders(process: NoisyProcess, of_law: _OfLaw = lambda law: law) -> list[Curve]:
-    """The bounds that are asked where every epoch has an order, or draws, of its own.
-
-    Args:
-        process: The process of the run.
-        of_law: Makes a curve of the law of the distance.
-    """
+    """The bounds that are asked where every epoch has an order, or draws, of its own."""
     over_ends = carried(process)
     curves = [] if over_ends is None else [of_law(over_ends)]
     if over_ends is None or process.expands or process.domain_diameter < math.inf:
@@ -191,10 +186,7 @@ def _hidden_in_the_last_epochs(
 
 
 def last_epochs(process: NoisyProcess, number: int = 1) -> tuple[NoisyProcess, float]:
-    """The steps of the last epochs, and the largest distance that those before them leave.
-
-    The process is one without releases.
-    """
+    """The last epochs of a run without releases, and the largest distance that others leave."""
     period, distance = process.period, 0.0
     start = max(0, -(-process.num_steps // period) - number) * period
     if process.is_constant:

@@ -150,10 +150,7 @@ class _Steps:
 
 
 def _steps_that_count(process: NoisyProcess) -> slice | np.ndarray:
-    """All but those of learning rate 0, if the others are a run of the same period.
-
-    Such a step is one map for both data sets, which brings no two states farther apart.
-    """
+    """All steps but those of learning rate 0, if the others are a run of the same period."""
     if process.is_constant:
         return slice(1)
     is_idle = (process.sensitivity == 0) & (process.noise_std == 0) & (process.contraction <= 1)
@@ -269,10 +266,7 @@ class StateProfile:
         return _shortened(at, _convex(at, best * _ROUNDED_UP))
 
     def _masses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Losses, and their masses under both laws of the symmetric pair with this profile.
-
-        The mass of the first law at infinity is the last delta; masses are rounded up.
-        """
+        """Losses and masses, rounded up, under both laws of the symmetric pair."""
         corners = np.expm1(self.epsilons)
         slopes = np.append(-np.diff(self.deltas) / np.diff(corners), 0.0)
         rounding = 4 * UNIT * (slopes[:-1] + slopes[1:])

@@ -182,10 +182,7 @@ def _of_segments(process: NoisyProcess, of_segment: Callable[[int, int], Any]) -
 def segment_mu_squared(
     process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
 ) -> np.ndarray:
-    """mu**2 per position of the steps start+1..stop, which begin with a shared state.
-
-    Windows are tried in a domain, for few positions of a short run.
-    """
+    """mu**2 per position of the steps start+1..stop, which begin with a shared state."""
     found = _without_windows(process, start, stop, positions)
     if process.domain_diameter < math.inf and len(positions) * (stop - start) <= _MOST_SCANNED:
         windows = [_segment_at(process, position, start, stop) for position in positions]

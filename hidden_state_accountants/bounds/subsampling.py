@@ -80,10 +80,7 @@ _SMALL_DELTA = 1e-7  # from here on a second plan counts beside the first one
 
 @attrs.frozen
 class Target:
-    """Purpose of a plan: windows are compared at `delta`, and are about as good at others.
-
-    The sizes of the batches may be others with probability `failure`, which adds to delta.
-    """
+    """Purpose of a plan: the delta of comparisons, and the failure of sizes of batches."""
 
     delta: float
     failure: float
@@ -329,10 +326,7 @@ class _SampledRun:
         )
 
     def _looked_at(self, num_steps: int, forgotten: float = _FORGOTTEN) -> tuple[int, float]:
-        """The number of last steps that windows are searched in, and the distance before them.
-
-        The distance before so many leaves no more than a share `forgotten`.
-        """
+        """The number of last steps that windows are searched in, and the distance before them."""
         if not self.process.is_constant:
             return num_steps, 0.0
         c, s = float(self.process.contraction[0]), float(self.process.sensitivity[0])

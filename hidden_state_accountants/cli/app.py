@@ -115,8 +115,8 @@ def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
     """Returns a function that makes the accountant that was asked for.
 
     Raises:
-        ValueError: There is none of that name, or it does not cover the run. One line says why, not
-            the reasons of all bounds: those of the one that is nearest.
+        ValueError: There is none of that name, or it does not cover the run, for the one reason of
+            the bound that is nearest.
     """
     import dp_accounting
 

@@ -34,13 +34,7 @@ _CHECKPOINTS = (".pt", ".pth")
 
 @attrs.frozen
 class RunDescription:
-    """A run and how to account for it.
-
-    Attributes:
-        event: The run.
-        delta: The target delta.
-        neighboring_relation: The relation.
-    """
+    """A run, the target delta, and the neighbouring relation."""
 
     event: dp_accounting.DpEvent
     delta: float = attrs.field(converter=validate.target_delta)

@@ -69,10 +69,7 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
 def _choice(
     known: Sequence[tuple[ComposableCurve, float]], delta: float
 ) -> tuple[ComposableCurve, float]:
-    """The curve to compose with others, and its failure: the smallest at a delta.
-
-    One that says nothing there is chosen if none does, the least likely to fail.
-    """
+    """The curve to compose with others, and its failure: the smallest at a delta, or likeliest."""
     telling = [single for single in known if single[1] < delta]
     if not telling:
         return min(known, key=lambda single: single[1])
@@ -125,11 +122,7 @@ def _losses(curve: Any, count: int) -> Losses | None:
 
 @attrs.frozen(slots=False, eq=False)
 class ComposedCurve(LossCurve):
-    """Curves composed by privacy losses, or by Renyi divergences where no loss is known.
-
-    Attributes:
-        parts: (curve, count) pairs.
-    """
+    """(curve, count) pairs composed by privacy losses, or by Renyi divergences without one."""
 
     parts: tuple[tuple[ComposableCurve, int], ...]
 

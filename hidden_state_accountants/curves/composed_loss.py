@@ -165,10 +165,7 @@ class _Direction:
         return epsilon
 
     def _extend(self) -> None:
-        """Adds the deltas up to the next tilt's mean, by the tilt that is best in the middle.
-
-        They fall although the tilts have different errors: none is above an earlier one.
-        """
+        """Adds the deltas up to the next tilt's mean, none above an earlier one."""
         before, self._next = self._next, self._parts.next_tilt(self._next)
         tilt = self._parts.tilt((before.theta + self._next.theta) / 2)
         highest = self._parts.highest

@@ -62,10 +62,7 @@ def log_delta_at(a: np.ndarray | float, mu: np.ndarray | float) -> np.ndarray:
 def deltas_from_mu(
     mu: np.ndarray | float, epsilon: np.ndarray | float, far: float = _FAR
 ) -> np.ndarray:
-    """The smallest deltas such that mu-GDP implies (epsilon, delta)-DP; the arrays broadcast.
-
-    mu = inf stands for no privacy, and so does nan. Deltas below Phi(-far) are 0.
-    """
+    """The smallest deltas of mu-GDP (inf and nan: no privacy); those below Phi(-far) are 0."""
     mu, epsilon = np.broadcast_arrays(
         np.asarray(mu, dtype=np.float64), np.asarray(epsilon, dtype=np.float64)
     )
@@ -83,10 +80,7 @@ def delta_from_mu(mu: float, epsilon: float) -> float:
 
 
 def epsilon_from_mu(mu: float, delta: float) -> float:
-    """The smallest epsilon (rounded up) such that mu-GDP implies (epsilon, delta)-DP.
-
-    mu = inf stands for no privacy, as does nan, and gives inf for every delta in [0, 1].
-    """
+    """The smallest epsilon of mu-GDP, rounded up; inf for mu = inf and nan at every delta."""
     if not mu < math.inf:
         return math.inf
     if mu == 0 or delta >= delta_from_mu(mu, 0.0):

@@ -107,10 +107,7 @@ class HiddenMixtureCurve(ComposableCurve):
         return 0.0, largest + far
 
     def _at(self, order: str, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Epsilons and deltas at thresholds, both rounded up.
-
-        Epsilon grows with the threshold, and delta falls.
-        """
+        """Epsilons, which grow with the threshold, and deltas there, both rounded up."""
         rows = max(1, _AT_ONCE // max(1, len(self.mus)))
         parts = [
             self._some_at(order, thresholds[i : i + rows, None])
@@ -252,10 +249,7 @@ def _above(weights: np.ndarray, mus: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 
 def _below(weights: np.ndarray, mus: np.ndarray, y: np.ndarray, epsilon: np.ndarray) -> np.ndarray:
-    r"""The sum of :math:`e^\varepsilon p_j [r_j \Phi(y) - \Phi(y - \mu_j)]`.
-
-    Arguments as for `_log_ratio`, and an epsilon for every point.
-    """
+    r"""The sum of :math:`e^\varepsilon p_j [r_j \Phi(y) - \Phi(y - \mu_j)]`."""
     logs = mus * (y - mus / 2)
     divergences = _log_divergences(mus, y, logs)
     with np.errstate(divide="ignore", over="ignore"):

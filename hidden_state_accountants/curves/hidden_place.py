@@ -178,10 +178,7 @@ def _smallest(places: Sequence[Places], epsilons: np.ndarray) -> np.ndarray:
 
 @attrs.frozen(eq=False, slots=False)
 class HiddenPlaceCurve(ComposableCurve):
-    """Theorem F, with the smallest divergence of several choices of R.
-
-    `revealed` is the mean of the Gaussian curves of the places, which is never smaller.
-    """
+    """Theorem F, with the smallest divergence of several choices of R, and the mean revealed."""
 
     places: tuple[Places, ...]
     revealed: GaussianMixtureCurve

@@ -37,10 +37,7 @@ UNIT = 2.0**-53
 
 @attrs.frozen(eq=False, slots=False)
 class LossMasses:
-    """The law of a privacy loss: masses at the losses (lower + i) * grid, and at infinity.
-
-    The grid is GRID times a power of two.
-    """
+    """The law of a privacy loss: masses at the losses (lower + i) * grid, and at infinity."""
 
     lower: int
     masses: np.ndarray
@@ -112,10 +109,7 @@ def _nodes_above_zero(last: int, widest: int) -> np.ndarray:
 
 @attrs.frozen(eq=False)
 class PrivacyLoss:
-    """The privacy losses of a pair (P, Q) that dominates a mechanism: log P/Q, and log Q/P under Q.
-
-    Both are the same object if the pair is symmetric.
-    """
+    """The privacy losses of a pair that dominates a mechanism; one object if it is symmetric."""
 
     forward: LossMasses
     backward: LossMasses
@@ -127,10 +121,7 @@ class PrivacyLoss:
 
     @classmethod
     def of(cls, profile: Profile, grid: float | None = None) -> PrivacyLoss | None:
-        """A loss whose divergences lie just above those of the profile; None if it is too long.
-
-        By default the grid is one that is good for compositions.
-        """
+        """A loss whose divergences lie just above those of the profile; None if it is too long."""
         grid = grid or _grid_of(profile)
         if grid is None:
             return None
@@ -188,10 +179,7 @@ def losses_of(profile: Profile, count: int = 1) -> Losses | None:
 def stock_loss(
     stock: privacy_loss_distribution.PrivacyLossDistribution, error: float
 ) -> PrivacyLoss:
-    """A loss that dp-accounting has composed, on a grid of `GRID`.
-
-    Its divergences have an `error` of either sign, which becomes mass at infinity.
-    """
+    """A loss of dp-accounting on `GRID`; the error of its divergences becomes mass at infinity."""
 
     def masses(pmf: privacy_loss_distribution.pld_pmf.PLDPmf) -> LossMasses:
         dense = pmf.to_dense_pmf()

@@ -97,7 +97,7 @@ def losses_compose(curves: Iterable[tuple[Curve, int]]) -> bool:
     zeroed and one that is removed have one order: the data set that has it is first.
 
     Raises:
-        ValueError: They do not, and not all have divergences.
+        ValueError: The losses do not compose, and not all have divergences.
     """
     events = [(curve, count) for curve, count in curves if isinstance(curve, EventCurve)]
     are_known, orders = True, set()

@@ -279,10 +279,7 @@ class LastIterateDpEvent(DealtEvent):
         )
 
     def _composed_of_fixed_batches(self, noise: np.ndarray) -> dp_accounting.DpEvent:
-        """The steps that hold one record, which every epoch deals to one of its batches.
-
-        Which one is revealed where it is random.
-        """
+        """The steps that hold one record, which every epoch deals to one of its batches."""
         num_steps, period = self.num_steps, self.batches_per_epoch
         if not self.has_schedules:
             # The worst position is the first one; a record that is reshuffled can have it always.

@@ -23,11 +23,7 @@ _BLOCK = 2**15  # numbers of an array that is worked on: all of them together fi
 
 
 def check_clip_norm(value: object, *, least: float = 0.0) -> float:
-    """Returns a clip norm: a positive number, not below `least`.
-
-    Raises:
-        TypeError, ValueError: It is none.
-    """
+    """Returns a clip norm: a positive number, not below `least`; other things raise."""
     clip_norm = validate.magnitude("clip_norm", value, positive=True)
     if clip_norm < least:
         raise ValueError(
@@ -39,11 +35,7 @@ def check_clip_norm(value: object, *, least: float = 0.0) -> float:
 
 
 def check_smoothing(value: object, *, needed_by: str = "") -> float:
-    """Returns a smoothing: a number >= 0, and > 0 for a loss with a kink.
-
-    Raises:
-        TypeError, ValueError: It is none.
-    """
+    """Returns a smoothing: a number >= 0, and > 0 for a loss with a kink; other things raise."""
     smoothing = validate.magnitude("smoothing", value)
     if needed_by and not smoothing:
         raise ValueError(
@@ -102,14 +94,7 @@ def envelope_smoothing(
 def softmax_envelope(
     logits: np.ndarray, targets: np.ndarray, clip_norm: float, smoothing: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Values and gradients, of arguments that were checked.
-
-    Args:
-        logits: Shape (records, classes), of any float type.
-        targets: Probabilities, of the same shape.
-        clip_norm: C.
-        smoothing: m.
-    """
+    """Values and gradients, of arguments that were checked; shape (records, classes)."""
     records, classes = logits.shape
     value, gradient = np.empty(records), np.empty((records, classes))
     size = max(1, _BLOCK // classes)

@@ -33,13 +33,7 @@ SMALL_STEP = 1e-13
 
 
 class Point(NamedTuple):
-    """State of the search for the gradients.
-
-    Attributes:
-        log_p: v.
-        p: Exponential of z, normalised to the sum 1.
-        ridge: r.
-    """
+    """State of the search for the gradients: v = `log_p`, p = exp(v) with sum 1, r = `ridge`."""
 
     log_p: Array
     p: Array
@@ -50,12 +44,8 @@ class Point(NamedTuple):
 class SoftmaxEnvelope:
     """The minimisation problems of a batch.
 
-    Attributes:
-        arrays: The operations of the framework.
-        logits: z, shape (classes, records), less the largest one of each record.
-        targets: t, probabilities, of the same shape.
-        clip_norm: C.
-        smoothing: m.
+    Logits z, less the largest one of each record, and targets t have shape (classes, records). The
+    clip norm is C, the smoothing m.
     """
 
     arrays: Arrays
@@ -294,14 +284,7 @@ def _rescue(problem: SoftmaxEnvelope, point: Point, unsolved: Array) -> None:
 
 
 class Rescue(NamedTuple):
-    """The state of the slow way.
-
-    Attributes:
-        ridge: r.
-        least, most: Between which the solution's r is.
-        level: lambda.
-        done: True if the record is solved.
-    """
+    """The state of the slow way: r = `ridge`, between `least` and `most`, lambda = `level`."""
 
     ridge: Array
     least: Array

@@ -15,13 +15,7 @@ from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
 
 @attrs.frozen
 class UnmetCondition:
-    """One condition of a theorem that an event does not meet.
-
-    Attributes:
-        condition: What it is called; the same in all bounds.
-        required: What the theorem needs; a whole sentence says it all.
-        actual: What the event has instead.
-    """
+    """A condition of a theorem, what it needs, and what the run has."""
 
     condition: str
     required: str

@@ -71,10 +71,7 @@ def _loss_between(
 
 
 def _of_largest_data_set(event: LastIterateDpEvent, size: int) -> LastIterateDpEvent:
-    """The same mechanism, said of a data set with up to size - 1 records more.
-
-    Under ADD_OR_REMOVE_ONE a guarantee is about pairs of n - 1 and n, and of n and n + 1 records.
-    """
+    """The same mechanism, said of a data set with up to size - 1 records more."""
     records = event.dataset_size + size - 1
     if event.batch_order in OF_RANDOM_SIZE:
         return attrs.evolve(event, dataset_size=records, sampling_rate=event.sampling_probability)

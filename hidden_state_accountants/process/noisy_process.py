@@ -127,17 +127,11 @@ def update_lipschitz(
     weight_decay: np.ndarray,
     clip_is_active: np.ndarray,
 ) -> np.ndarray:
-    """Modulus per step of the update that averages exactly b gradients of `loss`.
+    """Modulus per step of the update that averages b gradients of a loss with a linear one.
 
     A generalized linear model keeps the unclipped row: clipping the gradient loss'(z) x gives the
-    gradient of another convex function of z whose second derivative is no larger.
-
-    Args:
-        loss: Any kind but `hoelder`, whose modulus is not linear.
-        learning_rate: Shape (num_steps,).
-        weight_decay: Shape (num_steps,).
-        clip_is_active: Booleans of shape (num_steps,); False where the gradient bound is at most
-            the clip norm.
+    gradient of another convex function of z whose second derivative is no larger. A clip is not
+    active where the gradient bound is at most the clip norm.
     """
     if loss.kind is LossKind.HOELDER and loss.exponent != 1:
         raise ValueError("A Hölder gradient has no linear modulus.")
@@ -210,10 +204,7 @@ class NoisyProcess:
 
 @functools.lru_cache(maxsize=2)  # asked by the conditions of a bound, and by its proof
 def segments(event: LastIterateDpEvent) -> Counter[tuple[int, int]]:
-    """The steps before and at the end of segments between releases, and how many are alike.
-
-    Those of equal steps are alike if they are equally long, and start at 0.
-    """
+    """Steps before and at the end of segments, which start at 0 if steps are equal, and numbers."""
     ends = itertools.pairwise((0, *event.release_steps, event.num_steps))
     if event.has_schedules:
         return Counter(ends)
@@ -229,11 +220,7 @@ def unmet_conditions(
 ) -> tuple[UnmetCondition, ...]:
     """Unmet conditions of a contractive noisy process in one of the batch orders.
 
-    Args:
-        event: The run.
-        relation: The neighbouring relation.
-        orders: The orders of the batches that are covered.
-        is_linear: False for a caller with a modulus of its own, who needs no Lipschitz gradient.
+    A caller with a modulus of its own, who needs no Lipschitz gradient, says is_linear=False.
     """
     return (
         *conditions.batches(event, relation, orders),
@@ -269,14 +256,8 @@ def noisy_process(
     """Builds the process of a run, for each position that the record may have in an epoch.
 
     A random order is a mixture of these positions: the caller's business. Where batches are drawn
-    at random, the record joins every one of them.
-
-    Args:
-        event: The run.
-        relation: The neighbouring relation.
-        most_terms: The largest number of gradients that a batch of random size may sum, for which
-            and for every smaller one the contraction holds; `batch_size` by default.
-        is_linear: Argument of `unmet_conditions`. The contraction of a Hölder gradient is infinite.
+    at random, the record joins every one of them. The contraction holds for batches of up to
+    `most_terms` gradients, by default `batch_size`; that of a Hölder gradient is infinite.
 
     Raises:
         UnsupportedRunError: A condition of `unmet_conditions` is not met, whatever the order.

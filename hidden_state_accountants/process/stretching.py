@@ -43,14 +43,10 @@ _RARE = 1e-15  # probability of a batch that is larger than reckoned with
 class BatchSizes:
     """The sizes |R_t| of the batches without the record, outside of which a run rarely gets.
 
-    Attributes:
-        smallest: Smallest size of R_t.
-        largest: Largest size of R_t and the record together.
-        fewest: Number of records R_t may have, in the smaller case. Under ADD_OR_REMOVE_ONE the
-            records that are declared are those of either data set.
-        others: The same number in the larger case.
-        rate: The probability that one of them is.
-        failure: Bounds the probability that a size of the run is outside.
+    `largest` counts the record, too. The records that are declared are those of either data set
+    under ADD_OR_REMOVE_ONE, so that R_t has `fewest` records to draw from, each at `rate`, in the
+    smaller case and `others` in the larger one. A size of the run is outside with probability
+    `failure` at most.
     """
 
     smallest: int
@@ -84,10 +80,7 @@ class BatchSizes:
 
 
 def largest_size(event: LastIterateDpEvent, relation: NeighboringRelation, failure: float) -> int:
-    """The smallest size that batches with the record exceed with probability `failure` at most.
-
-    P(|R_t| + 1 > size) = P(Binomial(others, q) >= size) is the same for both data sets.
-    """
+    """The smallest size that batches with the record exceed with probability `failure` at most."""
     # binom.isf goes through 1 - failure, which loses all digits
     size = bisect.bisect_left(
         range(event.dataset_size + 1),
@@ -165,11 +158,7 @@ def _log_moduli(
 ) -> np.ndarray:
     """log c at every number of gradients but the last, shape (steps, numbers - 1).
 
-    Args:
-        event: The run.
-        relation: The neighbouring relation.
-        steps: Learning rates, weight decays, and whether the clips act; shape (steps, 1).
-        number: Number of gradients.
+    The steps are learning rates, weight decays, and where the clips act, of shape (steps, 1).
     """
     assert event.loss is not None
     rates, decays, clipped = steps
@@ -204,10 +193,7 @@ def _between(
     way: np.ndarray,
     ends: np.ndarray,
 ) -> np.ndarray:
-    """Intercepts and slopes of lines above log((1 - way) exp(line) + way exp(other)).
-
-    It is convex in the size, so that the chord between the two ends is above.
-    """
+    """Chords, in the size, above log((1 - way) exp(line) + way exp(other)), which is convex."""
     with np.errstate(divide="ignore"):  # at 0: the line itself
         weights = np.log1p(-way), np.log(way)
     first, last = (
@@ -222,11 +208,8 @@ def _between(
 class Stretching:
     """Bounds on log(c_{i+1} ... c_j) that hold at once for the windows (i, j] of one plan.
 
-    Attributes:
-        logs: Slopes of the lines: per line the bound on each step, shape (lines, T), or (lines, 1)
-            if all steps are equal.
-        offsets: What each line adds to every window that is not empty, shape (lines,).
-        num_steps: T.
+    A line bounds each step by its `logs`, shape (lines, T), or (lines, 1) if all steps are equal,
+    and adds its offset to every window that is not empty.
     """
 
     logs: np.ndarray
@@ -259,13 +242,8 @@ class Stretching:
     ) -> Stretching:
         """The product of moduli that depend on the sizes of batches.
 
-        Args:
-            largest: c_t of the largest batch, shape (T,).
-            lines: Bounds on log c_t in terms of the size.
-            sizes: The law of the sizes.
-            failure: The probability with which a plan may fail: of each of its windows, at most T,
-                a T-th.
-            is_constant: True if all steps are equal.
+        `largest` are the c_t of the largest batch, `lines` bounds on log c_t in terms of the size.
+        Each of the windows, at most T, may fail with a T-th of the probability `failure`.
         """
         num_steps, shown = len(largest), slice(0, 1) if is_constant else slice(None)
         intercept, slope = lines.intercept[shown], lines.slope[shown]

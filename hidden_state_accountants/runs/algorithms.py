@@ -139,7 +139,6 @@ class NoisySGD(Algorithm):
     microbatch: int = 1
 
     def new_run(self, batches: Batches) -> Run:
-        """See `Algorithm.new_run`."""
         return LastIterateRun(
             loss=self.loss if self.microbatch == 1 else None,
             prox_strong_convexity=self.prox_strong_convexity,
@@ -154,7 +153,6 @@ class NoisySGD(Algorithm):
         return (rate, decay) if counts else (1.0, 0.0)
 
     def checked(self) -> list[str]:
-        """See `Algorithm.checked`."""
         rule = (
             f"clip norm and noise as recorded, in every step; {self.other_rule} along the noisy "
             "gradients, its moments as the last step left them"
@@ -177,7 +175,6 @@ class NoisySGD(Algorithm):
         return checked
 
     def derived(self) -> list[Assumption]:
-        """See `Algorithm.derived`: of the loss and the proximal map."""
         of_map = [Assumption.checked(self.prox, Topic.REGULARISER)] if self.prox else []
         if not self.source:
             return of_map
@@ -187,7 +184,6 @@ class NoisySGD(Algorithm):
         return [Assumption.checked(text, Topic.LOSS), EVERY_FEATURE, *of_map]
 
     def line_before(self, batches: Batches, relation: NeighboringRelation, rate: float) -> str:
-        """See `Algorithm.line_before`: whether the update contracts."""
         run, rows = self.new_run(batches), batches["batch_size"]
         run.add(self.step(learning_rate=rate, weight_decay=self.weight_decay, rows=rows, batch=0))
         return no_contraction_line(run.event(), relation)
@@ -220,7 +216,6 @@ class DiceSGD(Algorithm):
     """Why what other algorithms have is not for this one, by name."""
 
     def new_run(self, batches: Batches) -> Run:
-        """See `Algorithm.new_run`."""
         dealt = dict(batches)
         if (cap := dealt.pop("max_batch_size", None)) is not None:
             raise UnsupportedRunError(
@@ -240,7 +235,6 @@ class DiceSGD(Algorithm):
         return 1.0, 0.0  # the rule of the update is free
 
     def checked(self) -> list[str]:
-        """See `Algorithm.checked`."""
         return [
             "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or "
             "normalised; finite gradients, one row each, in float32 or float64; the same variables",
@@ -248,7 +242,6 @@ class DiceSGD(Algorithm):
         ]
 
     def derived(self) -> list[Assumption]:
-        """See `Algorithm.derived`: of the loss only the bound on its gradients counts."""
         if not self.source or math.isinf(self.gradient_bound):
             return []
         text = f"per-example gradient norms at most {self.gradient_bound:g}: {self.source}"
@@ -274,7 +267,6 @@ class BlockCoordinate(Algorithm):
     loss: LossGeometry | None = None
 
     def new_run(self, batches: Batches) -> Run:
-        """See `Algorithm.new_run`."""
         order = batches["batch_order"]
         if order not in (BatchOrder.CYCLIC, BatchOrder.FULL):
             raise UnsupportedRunError(
@@ -293,7 +285,6 @@ class BlockCoordinate(Algorithm):
         )
 
     def checked(self) -> list[str]:
-        """See `Algorithm.checked`."""
         return [
             "constant learning rate, clip norm, noise multiplier and prox; the clip of each block "
             "as one vector; finite gradients, taken of each block at the values of that moment; "
@@ -301,7 +292,6 @@ class BlockCoordinate(Algorithm):
         ]
 
     def line_before(self, batches: Batches, relation: NeighboringRelation, rate: float) -> str:
-        """See `Algorithm.line_before`: judged by two epochs."""
         if self.loss is None:
             return ""
         run, rows = self.new_run(batches), batches["batch_size"]

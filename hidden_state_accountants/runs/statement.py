@@ -241,11 +241,7 @@ _DESCRIPTIONS: dict[type[DpEvent], tuple[str, str, Callable[..., Facts]]] = {
 
 
 def description_of(event: DpEvent) -> tuple[str, str, Callable[..., Facts]]:
-    """The title, the page of the theory and the facts of the kind of run of an event.
-
-    Raises:
-        TypeError: It is no event of a run.
-    """
+    """The title, the page of the theory and the facts of a run; TypeError for another event."""
     for event_type, description in _DESCRIPTIONS.items():
         if isinstance(event, event_type):
             return description

@@ -102,10 +102,7 @@ def tails(steps: CoinSteps) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def law_of_tails(tails: Sequence[tuple[np.ndarray, np.ndarray]]) -> DistanceLaw:
-    """The law of the root of what exceeds every level with the smallest of some probabilities.
-
-    `tails` are levels of mu**2, ascending from 0, and bounds on the probability of more.
-    """
+    """The law of the root of what exceeds every level with the smallest of some probabilities."""
     levels = np.unique(np.concatenate([levels for levels, _ in tails]))
     above = np.ones(len(levels))
     for own, tail in tails:

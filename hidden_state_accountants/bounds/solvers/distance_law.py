@@ -25,10 +25,7 @@ _BULK, _TAIL = 1e-6, 1e-16  # survival probabilities where the bulk ends, and wh
 
 @attrs.frozen(eq=False)
 class DistanceLaw:
-    """A discrete law that is stochastically larger than another one.
-
-    The probabilities of the levels, which ascend, and `rare`, that of more, sum to 1.
-    """
+    """A law that is stochastically larger than another one; `rare` is the probability of more."""
 
     levels: np.ndarray
     probabilities: np.ndarray
@@ -54,15 +51,7 @@ class DistanceLaw:
 def law_of_sum(
     weights: np.ndarray, rate: float, largest: float, precision: int, certain: float = 0.0
 ) -> DistanceLaw:
-    """A law that is stochastically larger than that of min(certain + S, largest).
-
-    Args:
-        weights: w_j >= 0, any shape (n,).
-        rate: q in (0, 1].
-        largest: Largest value, finite.
-        precision: Cells per weight: the levels are too large by about a share of 1/precision.
-        certain: Part of the sum that does not depend on the coins, >= 0.
-    """
+    """A law that is stochastically larger than that of min(certain + S, largest)."""
     weights = np.minimum(weights[weights > 0], largest)
     total = float(weights.sum())
     if not len(weights) or rate == 1 or certain + total * rate >= largest:

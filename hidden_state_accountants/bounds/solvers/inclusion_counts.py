@@ -20,11 +20,9 @@ _RATIO = 1.004  # of neighbouring numbers that longer runs round up to
 class Inclusions:
     """Patterns of participation of one record, arrays of one shape.
 
-    Attributes:
-        weights: Their probabilities; they sum to 1.
-        count: The number of steps that the record takes part in.
-        after_first: The number of steps after the first of them; 0 if there is none.
-        before_last: A bound on the number of them before the last step of the run.
+    `weights` are their probabilities. The record takes part in `count` steps; `after_first` steps
+    follow the first of them (0 if there is none), and at most `before_last` of them are before the
+    last step of the run.
     """
 
     weights: np.ndarray
@@ -37,13 +35,8 @@ def inclusions(order: BatchOrder, num_steps: int, period: int, rate: float) -> I
     """The law of the participations, for bounds that increase with each of the three numbers.
 
     CYCLIC: every position is listed with the weight that a secret order gives it. Runs of more than
-    300 steps with batches drawn step by step are rounded up, by at most 0.4 percent.
-
-    Args:
-        order: Order of the batches.
-        num_steps: T.
-        period: Batches per epoch, for the epoch-wise orders.
-        rate: The probability of taking part in a step, for POISSON and WITHOUT_REPLACEMENT.
+    300 steps with batches drawn step by step are rounded up, by at most 0.4 percent. `rate` is the
+    probability of taking part in a step of POISSON and WITHOUT_REPLACEMENT batches.
     """
     if order is BatchOrder.FULL or (order not in _BY_EPOCH and rate == 1):
         return _with_absent([1.0], [num_steps], [num_steps - 1], num_steps)

@@ -71,10 +71,7 @@ class ShiftProblem:
         return np.array(distances)
 
     def mu_of(self, start: int, distance: float, plan: np.ndarray) -> tuple[float, np.ndarray]:
-        """An upper bound of mu for z_start = `distance` and a plan z_(start+1)..z_T.
-
-        The plan is cut to what is feasible, and returned as well.
-        """
+        """An upper bound of mu for z_start = `distance`, and the feasible plan."""
         wanted = np.nan_to_num(np.maximum(plan, 0.0), nan=0.0)
         wanted[-1] = 0.0
         before = np.concatenate([[distance], wanted[:-1]])

@@ -41,13 +41,13 @@ class EpochSums:
     where fewer steps are left to hide it. Steps outside of the segment have neither.
 
     Attributes:
-        shifts: s_t C_t, in units of `shift_unit` and the row's power of two; shape (rows, period).
+        shifts: s_t C_t, in units of `shift_unit` and the row's power of two.
         weights: (C_t sigma_t)**2 of the last epoch of the group, in the row's unit.
         earlier: The sum of the weights of the group's other epochs, shape (rows,).
         exponents: The rows' powers of two, integers of shape (rows,).
         whole: The product of all moduli of the segment, in the first row's unit.
         shift_unit: The unit of all shifts.
-        scale: What a cost is multiplied with, rounded up.
+        scale: The unit of a cost, rounded up.
     """
 
     shifts: np.ndarray
@@ -100,10 +100,7 @@ class EpochSums:
         )
 
     def mu_squared(self, moves: Mapping[int, float], initial: float = 0.0) -> float:
-        """mu**2 of two runs, `initial` apart, that differ at some positions of every epoch.
-
-        `moves` are the distances of their updates there, in sensitivities of the process.
-        """
+        """mu**2 of two runs, `initial` apart, whose updates are `moves` apart at some positions."""
         period = self.weights.shape[1]  # positions that are never reached are beyond it
         ordered = sorted(move for move in moves.items() if move[0] < period)
         cuts = [0, *(position for position, _ in ordered), period]

@@ -77,12 +77,9 @@ class SampledSteps:
 
 @attrs.frozen
 class Plan:
-    """A choice of parameters; any choice is valid.
+    """A window of `length` steps, the last ones of which carry shifts; any choice is valid.
 
-    Attributes:
-        length: Steps of the window.
-        shifted: Number of the last steps, which carry shifts.
-        beta: The share of their noise variance that hides the record.
+    The share `beta` of the noise variance of these `shifted` steps hides the record.
     """
 
     length: int
