@@ -6,7 +6,7 @@ import math
 import attrs
 import numpy as np
 import pytest
-from cases import seeds
+from cases import first, seeds
 from dp_accounting import NeighboringRelation
 from mixtures_of_gaussians import half_lines, random_linear_run
 from runs import cyclic_run, probe_run
@@ -73,18 +73,21 @@ def test_reference_values(relation):
 @RELATIONS
 @pytest.mark.parametrize(
     "changes",
-    [
-        {},
-        {"num_steps": 22},
-        {"num_steps": 3},
-        {"release_steps": (5, 6, 13)},
-        {"release_steps": (8, 12)},
-        {"learning_rate": np.geomspace(0.5, 0.05, 24)},
-        {"domain_diameter": 0.3},
-        {"learning_rate": 3.5, "domain_diameter": 1.0},
-        {"prox_strong_convexity": 0.5},
-    ],
-    ids="plain partial short releases ends schedule domain expanding prox".split(),
+    first(
+        5,
+        [
+            {},
+            {"release_steps": (5, 6, 13)},
+            {"learning_rate": np.geomspace(0.5, 0.05, 24)},
+            {"learning_rate": 3.5, "domain_diameter": 1.0},
+            {"prox_strong_convexity": 0.5},
+            {"num_steps": 22},
+            {"num_steps": 3},
+            {"release_steps": (8, 12)},
+            {"domain_diameter": 0.3},
+        ],
+    ),
+    ids=lambda changes: "-".join(changes) or "plain",
 )
 def test_it_is_never_above_a_public_order_and_falls_with_noise(order, relation, changes):
     """A public order has the largest modulus of all sizes here, not that of b records."""
