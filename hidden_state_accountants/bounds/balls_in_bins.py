@@ -79,9 +79,10 @@ class BallsInBins(HiddenStateBound):
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The pair of the law of the distance to the run without the record."""
         is_replaced = relation is NeighboringRelation.REPLACE_ONE
-        # From the run without either record each of the two is one gradient away.
+        # From the run without either record each of the two is one gradient away; a microbatch is
+        # left out as a whole.
         of_none = NeighboringRelation.REPLACE_SPECIAL if is_replaced else relation
-        to_none, failure = _process(event, of_none)
+        to_none, failure = _process(attrs.evolve(event, is_microbatched=False), of_none)
         is_one_draw = event.batch_order is BatchOrder.BALLS_IN_BINS
 
         def hidden(law: GaussianMixtureCurve) -> Curve:

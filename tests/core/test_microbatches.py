@@ -17,6 +17,7 @@ EVENTS = {
     "full": full_run(is_microbatched=True, domain_diameter=2.0),
     "poisson": cyclic_run(batch_order="poisson", is_microbatched=True),
     "reshuffled": cyclic_run(batch_order="reshuffled", is_microbatched=True),
+    "bins": cyclic_run(batch_order="balls_in_bins", is_microbatched=True),
 }
 events = pytest.mark.parametrize("event", EVENTS.values(), ids=EVENTS)
 
