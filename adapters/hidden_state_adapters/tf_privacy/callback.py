@@ -10,6 +10,7 @@ import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import BatchOrder, LossGeometry, UnsupportedRunError, validate
+from hidden_state_accountants.events.batch_order import unmet_relation
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.batch_plans import EqualPlan
 from hidden_state_adapters.tf_privacy import keras_api
@@ -20,7 +21,6 @@ from hidden_state_adapters.tf_privacy.record import (
     FILES_STAY_PRIVATE,
     INTERRUPTED,
     RecordedRun,
-    checked_relation,
 )
 from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.report import PrivacyReport
@@ -108,7 +108,9 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         if target_delta is not None:
             target_delta = validate.target_delta(target_delta)
         self._target_delta = target_delta
-        self._relation = checked_relation(neighboring_relation)
+        self._relation = validate.neighboring_relation(neighboring_relation)
+        if why_not := unmet_relation(BatchOrder.CYCLIC, self._relation):
+            raise UnsupportedRunError(why_not)
         self._checkpoints_stay_private = checkpoints_stay_private
         self._metrics_stay_private = metrics_stay_private
         if isinstance(loss_geometry, str):

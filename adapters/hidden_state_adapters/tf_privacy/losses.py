@@ -71,6 +71,7 @@ class EnvelopeLoss(tf.keras.losses.Loss):
 
     curvature: float
     _geometry: ClassVar[Callable[..., LossGeometry]]
+    _names: ClassVar[tuple[str, ...]] = ("clip_norm", "smoothing")
     _kink: ClassVar[str] = ""
     _least_clip_norm: ClassVar[float] = 0.0
 
@@ -87,18 +88,16 @@ class EnvelopeLoss(tf.keras.losses.Loss):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments of the constructor."""
-        own = {"clip_norm": self.clip_norm, "smoothing": self.smoothing, **self._more}
-        return {**super().get_config(), **own}
+        return {**super().get_config(), **self._settings}
 
     def geometry(self, feature_norm: float, bias: bool = False) -> LossGeometry:
         """Returns the loss of a linear model on features of at most this L2 norm."""
-        own = {"clip_norm": self.clip_norm, "smoothing": self.smoothing, **self._more}
-        return self._geometry(feature_norm, bias, **own)
+        return self._geometry(feature_norm, bias, **self._settings)
 
     @property
-    def _more(self) -> dict[str, Any]:
-        """Other arguments."""
-        return {}
+    def _settings(self) -> dict[str, float]:
+        """Numbers that its constants depend on."""
+        return {name: getattr(self, name) for name in self._names}
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Returns the losses of a batch, shape (examples,)."""
@@ -126,7 +125,7 @@ class EnvelopeLoss(tf.keras.losses.Loss):
         return losses(y_pred)
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        """Values, shape (examples,), and gradients in float64."""
+        """Returns values, shape (examples,), and gradients in float64."""
         raise NotImplementedError
 
 
@@ -157,7 +156,11 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
                 "Expected logits of shape (examples, classes) with two classes or more, got "
                 f"{predictions.shape[1:]} for each example."
             )
-        return _of_logits(self, predictions, self._probabilities(predictions, targets))
+        probabilities, classes = self._probabilities(predictions, targets), predictions.shape[1]
+        found: tuple[Any, Any] = _softmax_envelope(
+            predictions, probabilities, int(classes), self.clip_norm, self.smoothing
+        )
+        return found
 
     def _probabilities(self, logits: Any, targets: Any) -> Any:
         targets = _reshaped(tf.cast(targets, tf.float64), logits)
@@ -182,14 +185,6 @@ class EnvelopeSparseCategoricalCrossentropy(EnvelopeCategoricalCrossentropy):
             )
         one_hot = tf.one_hot(tf.cast(targets, tf.int64), logits.shape[1], dtype=tf.float64)
         return super()._probabilities(logits, one_hot)
-
-
-def _of_logits(loss: EnvelopeLoss, logits: Any, probabilities: Any) -> tuple[Any, Any]:
-    classes = int(logits.shape[1])
-    found: tuple[Any, Any] = _softmax_envelope(
-        logits, probabilities, classes, loss.clip_norm, loss.smoothing
-    )
-    return found
 
 
 @tf.function(reduce_retracing=True, autograph=False)  # eagerly it is several times slower
@@ -240,8 +235,25 @@ def _rescue(problem: SoftmaxEnvelope, point: Point) -> Point:
     return Point(*(tf.where(is_solved, a, b) for a, b in zip(point, found, strict=True)))
 
 
+class _OfOneOutput(EnvelopeLoss):
+    _loss: ClassVar[Callable[..., tuple[Any, Any]]]
+    _is_target: ClassVar[Any]
+
+    def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
+        if predictions.shape.rank not in (1, 2) or predictions.shape[1:] not in ([], [1]):
+            raise ValueError(
+                "Expected predictions of one output, shape (examples,) or (examples, 1), got "
+                f"{predictions.shape[1:]} for each example."
+            )
+        kind = type(self)
+        targets = _reshaped(tf.cast(targets, tf.float64), predictions)
+        targets = tf.where(kind._is_target(targets), targets, math.nan)
+        values, gradients = kind._loss(TENSORFLOW, predictions, targets, **self._settings)
+        return tf.reshape(values, [-1]), gradients
+
+
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
-class EnvelopeBinaryCrossentropy(EnvelopeLoss):
+class EnvelopeBinaryCrossentropy(_OfOneOutput):
     """The envelope of BinaryCrossentropy(from_logits=True) of one output.
 
     Called with targets in [0, 1] and logits, shape (examples,) or (examples, 1). Arguments and
@@ -250,15 +262,12 @@ class EnvelopeBinaryCrossentropy(EnvelopeLoss):
 
     curvature = 0.25
     _geometry = LossGeometry.envelope_logistic
-
-    def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        return _of_one_output(
-            scalar.logistic, lambda t: (t >= 0) & (t <= 1), self, predictions, targets
-        )
+    _loss = scalar.logistic
+    _is_target = staticmethod(lambda t: (t >= 0) & (t <= 1))
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
-class EnvelopeHinge(EnvelopeLoss):
+class EnvelopeHinge(_OfOneOutput):
     """The envelope of the hinge loss, max(0, 1 - target * prediction), of one output.
 
     Called with targets -1 or 1 and predictions, shape (examples,) or (examples, 1). Arguments and
@@ -268,9 +277,8 @@ class EnvelopeHinge(EnvelopeLoss):
     curvature = math.inf
     _geometry = LossGeometry.envelope_hinge
     _kink = "hinge"
-
-    def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        return _of_one_output(scalar.hinge, lambda t: tf.abs(t) == 1, self, predictions, targets)
+    _loss = scalar.hinge
+    _is_target = staticmethod(lambda t: tf.abs(t) == 1)
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -286,6 +294,7 @@ class EnvelopeSquaredError(EnvelopeLoss):
     """
 
     _geometry = LossGeometry.envelope_squared_error
+    _names = ("clip_norm", "smoothing", "scale")
 
     def __init__(
         self,
@@ -296,16 +305,7 @@ class EnvelopeSquaredError(EnvelopeLoss):
         name: str | None = None,
     ):
         super().__init__(clip_norm, smoothing, reduction, name)
-        self.scale = validate.real("scale", scale, above=0)
-
-    @property
-    def curvature(self) -> float:  # type: ignore[override]
-        """M."""
-        return self.scale
-
-    @property
-    def _more(self) -> dict[str, Any]:
-        return {"scale": self.scale}
+        self.scale = self.curvature = validate.real("scale", scale, above=0)
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
         if predictions.shape.rank not in (1, 2):
@@ -317,39 +317,17 @@ class EnvelopeSquaredError(EnvelopeLoss):
         z, t = (
             tf.transpose(a if a.shape.rank == 2 else a[:, None]) for a in (predictions, targets)
         )
-        values, gradients = scalar.squared_error(
-            TENSORFLOW, z, t, self.clip_norm, self.smoothing, self.scale
-        )
+        values, gradients = scalar.squared_error(TENSORFLOW, z, t, **self._settings)
         return values, tf.reshape(tf.transpose(gradients), tf.shape(predictions))
 
 
-OF_ONE_OUTPUT = (EnvelopeBinaryCrossentropy, EnvelopeHinge)
 ENVELOPES = (
     EnvelopeCategoricalCrossentropy,
     EnvelopeSparseCategoricalCrossentropy,
     EnvelopeSquaredError,
-    *OF_ONE_OUTPUT,
+    EnvelopeBinaryCrossentropy,
+    EnvelopeHinge,
 )
-
-
-def _of_one_output(
-    loss: Callable[..., tuple[Any, Any]],
-    is_target: Callable[[Any], Any],
-    settings: EnvelopeLoss,
-    predictions: Any,
-    targets: Any,
-) -> tuple[Any, Any]:
-    if predictions.shape.rank not in (1, 2) or predictions.shape[1:] not in ([], [1]):
-        raise ValueError(
-            "Expected predictions of one output, shape (examples,) or (examples, 1), got "
-            f"{predictions.shape[1:]} for each example."
-        )
-    targets = _reshaped(tf.cast(targets, tf.float64), predictions)
-    targets = tf.where(is_target(targets), targets, math.nan)
-    values, gradients = loss(
-        TENSORFLOW, predictions, targets, settings.clip_norm, settings.smoothing
-    )
-    return tf.reshape(values, [-1]), gradients
 
 
 def _reshaped(targets: Any, predictions: Any) -> Any:
@@ -515,7 +493,7 @@ def known_loss(losses: RowLosses, activation: str, outputs: int, y: Any) -> Head
     is_sparse, is_envelope = kind in _SPARSE, kind in ENVELOPES
     if is_envelope:
         _check_activation(activation, "linear", kind.__name__)
-        if outputs != 1 and kind in OF_ONE_OUTPUT:
+        if outputs != 1 and issubclass(kind, _OfOneOutput):
             raise UnsupportedRunError(
                 f"Expected one output for {kind.__name__}, got {outputs}. Use Dense(1)."
             )

@@ -164,12 +164,11 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         Args:
             x: Examples as an array, or a structure of arrays, of which a copy is kept; or a Dataset
                 of pairs, or triples with the sample weight, a keras.utils.Sequence, or a generator
-                of steps_per_epoch batches that ends then, each of which is read once into memory:
-                shuffles do not matter, an augmentation acts once. One record is one example: no
-                view, window or augmentation of it a second time, no mixing of two. What shows an
-                example twice is refused, the rest declared by you. Under a hidden state examples,
-                targets and weights must not depend on the model: no pseudo-labels, no adversarial
-                examples, no hard-example mining.
+                of steps_per_epoch batches, each of which is read once into memory: an augmentation
+                acts once. One record is one example: no view, window or augmentation of it a second
+                time, no mixing of two, which is refused where it shows, else declared by you. Under
+                a hidden state examples, targets and weights must not depend on the model: no
+                pseudo-labels, no adversarial examples, no hard-example mining.
             y: Targets, likewise; None if x has them.
             batch_size: b; None for that of a Dataset of batches, else 32. Of Poisson batches of n
                 examples, ceil(n/b) are an epoch, and every example joins each with probability
@@ -408,8 +407,7 @@ class HiddenStateModel(PrivateTraining):
     SGD with rate :math:`\eta` and decay w moves to
     :math:`\Pi_R\,\mathrm{prox}_{\eta h}((1 - \eta w) x_t - \eta \tilde g_t)` with h = `prox`.
 
-    It is used in the manner of TensorFlow Privacy's DPModel, without its need of a callback or a
-    statement: `report`, `get_epsilon`, `privacy_event` and `guarantee` are those of the run.
+    `report`, `get_epsilon`, `privacy_event` and `guarantee` are those of the run.
 
     Formal guarantees:
       - Relation: `neighboring_relation`. Released: the last iterate, with a `loss_geometry` and
@@ -418,13 +416,13 @@ class HiddenStateModel(PrivateTraining):
       - Random batches come from the operating system, the noise from a generator that it seeded
         (TensorFlow's generators are not cryptographic).
       - With a `feature_norm` it is a head run: the features of all examples are made once, before
-        the first step, measured and held, and the gradients of kernel and bias come from them, in
-        closed form with ``"auto"``. Without one every example is differentiated alone.
+        the first step, measured and held, and gradients come from them in closed form. Without one
+        every example is differentiated alone.
       - Batches, learning rates, clip norm and noise are those that the run itself deals and makes.
-        Checked in every step, on the device: the variables, and moments of the optimizer, bit by
-        bit, and finite gradients no longer than the geometry says. A step that fails ends the run.
-      - Not checked, but listed by `assumptions`: what the user declares. Losses and metrics of the
-        training data (History, progress bar) have no privacy guarantee and must stay private.
+        Checked in every step: variables and moments bit by bit, and finite gradients no longer than
+        the geometry says. A step that fails ends the run.
+      - Declared by you, and listed by `assumptions`: the rest. Losses and metrics of the training
+        data (History, progress bar) have no privacy guarantee and must stay private.
 
     Args:
         *args: Inputs and outputs, or none in a subclass that overrides `call`.

@@ -12,11 +12,8 @@ from dp_accounting import DpEvent, NeighboringRelation
 
 from hidden_state_accountants import (
     Assumption,
-    BatchOrder,
     Guarantee,
-    RunRecorder,
     UnsupportedRunError,
-    validate,
 )
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.runs.run import Run, run_of
@@ -411,11 +408,3 @@ class RecordedRun:
         self.check()
         own = self.whole_run().guarantee(self.relation)
         return compose_guarantees([*self.spent, own], self.relation) if self.spent else own
-
-
-def checked_relation(relation: NeighboringRelation | str) -> NeighboringRelation:
-    """Returns the relation; UnsupportedRunError if equal batches cannot be accounted under it."""
-    relation = validate.neighboring_relation(relation)
-    fixed = RunRecorder(batch_order=BatchOrder.CYCLIC, batch_size=1, dataset_size=1)
-    fixed.check_relation(relation)
-    return relation

@@ -372,7 +372,7 @@ class PrivateRun(PrivacyReport):
             The mean loss of its examples before the step, for you alone: it has no guarantee.
 
         Raises:
-            UnsupportedRunError: The step was refused, or the run has ended; nothing was trained.
+            UnsupportedRunError: The step ended the run, or another one has.
         """
         self._check_may_step(1)
         return mean_loss(self._advance(1))
