@@ -11,6 +11,7 @@ import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import BlockCoordinateUpdate, HiddenStateSequential
 from hidden_state_adapters.tf_privacy.gradients import RowByRow, ThroughLinearLayers
 
+WITHOUT_GRAPHS = pytest.mark.usefixtures("without_graphs")
 SHARED, BATCH, RECORDS, FEATURES = reference.SHARED, 4, 12, 3
 layers, optimizers = tf.keras.layers, tf.keras.optimizers
 PROX = hsa.Regulariser(l1=SHARED["l1"], l2=SHARED["l2"])
@@ -79,6 +80,7 @@ def test_the_steps_are_those_of_the_paper_and_of_opacus(compile, clipping, in_fl
 
 
 @pytest.mark.parametrize("order", ["cyclic", "full"])
+@WITHOUT_GRAPHS
 def test_the_account_is_that_of_the_event(order):
     model = make(
         noise_multiplier=2.0, batch_order=order, compile={"run_eagerly": True}, target_delta=1e-5
@@ -101,6 +103,7 @@ def test_the_account_is_that_of_the_event(order):
     assert "the clip of each block as one vector" in " ".join(model.report(1e-5).split())
 
 
+@WITHOUT_GRAPHS
 def test_one_block_hides_its_iterates():
     """The loss of a linear head is read off, and a release in between costs composition."""
     model = HiddenStateSequential(
@@ -127,6 +130,7 @@ def test_one_block_hides_its_iterates():
     assert model.get_epsilon(1e-5) > 1.2 * hidden
 
 
+@WITHOUT_GRAPHS
 def test_other_blocks_do_not_go_on():
     model = make(compile={"run_eagerly": True})
     fit(model)
@@ -137,6 +141,7 @@ def test_other_blocks_do_not_go_on():
         fit(again)
 
 
+@WITHOUT_GRAPHS
 def test_noise_is_drawn_for_every_block():
     model = make([layers.Dense(200), layers.Dense(10)], noise_multiplier=3.0, prox=None)
     model.compile(
@@ -150,6 +155,7 @@ def test_noise_is_drawn_for_every_block():
         assert np.std(own - before) == pytest.approx(expected, rel=0.2)
 
 
+@WITHOUT_GRAPHS
 def test_a_refused_block_ends_the_run():
     """The gradient of the second block is not finite once the first one has moved."""
 
@@ -188,6 +194,7 @@ def test_a_refused_block_ends_the_run():
         ({"blocks": lambda model: [*of_layers(model)[0], []]}, "got both in one list"),
     ],
 )
+@WITHOUT_GRAPHS
 def test_refusals(arguments, text):
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         fit(make(**arguments))

@@ -23,6 +23,7 @@ from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential, 
 from hidden_state_adapters.tf_privacy.gradients import RowByRow
 
 optimizers = tf.keras.optimizers
+WITHOUT_GRAPHS = pytest.mark.usefixtures("without_graphs")
 ORDERS = ("poisson", "cyclic", "reshuffled", "shuffled_once", "without_replacement", "full")
 X, LABELS = shared_runs.records()
 Y = LABELS[:, np.newaxis]
@@ -92,6 +93,7 @@ def dice_steps(batches, divisor, *, automatic=False):
 
 
 @pytest.mark.parametrize("order", first(2, ORDERS))
+@WITHOUT_GRAPHS
 def test_every_order(order, dealt, in_float64):
     model = make(batch_order=order)
     fit(model, epochs=2)
@@ -139,6 +141,7 @@ def test_rows_that_are_differentiated_one_by_one(automatic, monkeypatch):
     np.testing.assert_allclose(weights(fast), weights(slow), atol=1e-5)
 
 
+@WITHOUT_GRAPHS
 def test_the_account_is_that_of_the_event():
     model = make(
         RULES["sgd"](optimizers.AdamW(RATE)),
@@ -178,6 +181,7 @@ def test_the_account_is_that_of_the_event():
         ({"gradient_bound": 0.125}, "longer than loss_geometry.lipschitz"),
     ],
 )
+@WITHOUT_GRAPHS
 def test_refusals(arguments, text):
     bound = arguments.pop("gradient_bound", np.inf)
     rule = DiceUpdate(sgd(), gradient_bound=bound)
@@ -194,6 +198,7 @@ def test_refusals(arguments, text):
         ({"gradient_bound": -1.0}, ValueError, "gradient_bound"),
     ],
 )
+@WITHOUT_GRAPHS
 def test_arguments(arguments, error, text):
     with pytest.raises(error, match=text):
         DiceUpdate("sgd", **arguments)
@@ -216,6 +221,7 @@ def stored_in(model, folder):
     return stored
 
 
+@WITHOUT_GRAPHS
 def test_the_error_is_in_no_file(tmp_path):
     model = make(compile={"run_eagerly": True})
     fit(model)

@@ -154,6 +154,17 @@ def test_noise_is_gaussian_with_the_declared_deviation_and_independent(jit, dtyp
     assert np.abs(correlations).max() < 6 / math.sqrt(size)
 
 
+def test_another_run_has_other_noise():
+    def moved():
+        tf.random.set_seed(0)
+        variable = tf.Variable(tf.zeros(3))
+        optimizer = CyclicDPKerasSGDOptimizer(3.0, 2.0, learning_rate=0.25)
+        optimizer.minimize(lambda: tf.zeros(4) * tf.reduce_sum(variable), [variable])
+        return variable.numpy()
+
+    assert not np.isclose(moved(), moved()).any()
+
+
 # What is refused
 
 

@@ -113,6 +113,7 @@ def test_a_sum_is_declared_in_the_units_of_the_optimizer(make_run):
     )  # fmt: skip
     run.epoch()
     assert run.engine.privacy_event.learning_rate == pytest.approx(0.5)
+    assert run.engine.privacy_event.weight_decay == pytest.approx(0.01)
     assert not any("in advance" in text for text in trusted(run))
 
 
