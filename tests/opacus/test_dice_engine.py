@@ -100,8 +100,7 @@ def test_every_step_is_that_of_the_paper(make_dice, variant, order):
     assert run.engine.privacy_event.num_steps == 25
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("order", "workers"), [*((one, 0) for one in ORDERS), ("poisson", 2)])
 def test_pieces_of_a_batch_are_one_step(make_dice, order, workers):
     """BatchMemoryManager: the same end, the same account."""
     batches = order

@@ -78,11 +78,8 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
     Args:
         optimizer: Plain torch.optim.SGD with equal options in all groups: no momentum, no decay.
             Its learning rate is eta, constant (with loss_reduction="sum" eta = lr * b).
-        noise_multiplier: Standard deviation of the noise on the sum of a block's clipped gradients
-            over max_grad_norm. It may be set to another value between steps.
-        max_grad_norm: Clip norm C > 0 of each block.
-        expected_batch_size: Divisor b, the number of rows of every batch.
-        loss_reduction: Reduction of the loss, "mean" or "sum".
+        **kwargs: Run of the engine and arguments of DPOptimizer. The noise multiplier, relative to
+            max_grad_norm = C, may change between steps; b is the number of rows of every batch.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.

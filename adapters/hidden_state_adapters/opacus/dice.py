@@ -160,14 +160,10 @@ class DiceSGDOptimizer(PrivateOptimizer):
 
     Args:
         optimizer: Optimizer torch.optim.SGD, with any options.
-        noise_multiplier: Standard deviation of the noise on the SUM of clipped gradients over
-            max_grad_norm, as everywhere in Opacus; constant. At equal noise the epsilon is larger
-            than that of DP-SGD.
-        max_grad_norm: Clip norm C_1 > 0.
-        expected_batch_size: Divisor B of the sums, a public integer, whatever the number of rows.
-            Poisson batches are accounted with the probability B/N: let B divide N, then it is that
-            of Opacus.
-        loss_reduction: "mean", or "sum": p.grad is then B times larger.
+        **kwargs: Run of the engine and arguments of DPOptimizer. The noise is constant, on the SUM
+            of clipped gradients, as everywhere in Opacus; at equal noise epsilon is larger than
+            that of DP-SGD. B is a public integer, whatever the number of rows: Poisson batches are
+            accounted with the probability B/N.
 
     Raises:
         TypeError, ValueError: An argument has an impossible value.
@@ -259,7 +255,6 @@ class DiceSGDOptimizer(PrivateOptimizer):
     def clip_and_accumulate(self) -> None:
         """Adds the clipped gradients to summed_grad and the rest of each to the hidden error."""
         piece = self._piece
-        assert piece is not None
         if not math.isfinite(piece.error):
             raise UnsupportedRunError(
                 f"step {piece.step}: the error overflowed; no clip bounds it."

@@ -25,8 +25,8 @@ from hidden_state_adapters.opacus.apart import (
     losses_are_apart,
     records_are_apart,
 )
+from hidden_state_adapters.opacus.criteria import REMEDY, diagnosis
 from hidden_state_adapters.opacus.declared import DeclaredRun
-from hidden_state_adapters.opacus.diagnosis import REMEDY, diagnosis
 from hidden_state_adapters.opacus.gradients import (
     Figure,
     Piece,
@@ -96,15 +96,13 @@ _logger = logging.getLogger("hidden_state_accountants")
 class Passes:
     """Notes the training passes of a model, and compares them with the run that was declared.
 
-    It holds the weights that the last private step left, whatever somebody did to those of the
-    model. What is not trained, and the buffers, stay as they were at the start; that is looked at
-    where somebody asks about the model.
+    It holds the weights that the last private step left. Buffers, and what is not trained, are
+    compared with the start where somebody asks about the model.
 
-    Every tensor that goes into the model has to be one of the batch whose turn it is: the same
-    numbers, wherever they were moved to and in whatever shape and type. A float may be a statistic
-    of the batch, and another object may hold one: both stay those of the first pass. Where the loop
-    may map records tensors are compared only if it fetches ahead, and so holds two batches when it
-    steps.
+    Every tensor that goes into the model has to be one of the batch whose turn it is, wherever it
+    was moved to and in whatever shape and type. Floats and other objects, which may hold statistics
+    of the batch, stay those of the first pass. Where the loop may map records tensors are compared
+    only if it fetches ahead, and so holds two batches when it steps.
 
     A step calls `take`, which returns its gradients, `used` when they were added up, and `keep`
     when the parameters were moved. What one of them raises ends the run.
@@ -157,7 +155,6 @@ class Passes:
         self._names = list(trained)
         self._held = list(self._module.parameters())
         self._flags = list(map(_IS_TRAINED, self._held))
-        self._dtypes = [param.dtype for param in self.params]
         self._step = self._piece_rows = 0
         self._of_piece: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
         self._constants: list[Any] | None = None  # of the first pass
@@ -294,8 +291,8 @@ class Passes:
 
     def check_trained(self, step: int) -> None:
         """Raises UnsupportedRunError unless the parameters of the start are trained."""
-        for param, dtype in zip(self.params, self._dtypes, strict=True):
-            if param.dtype != dtype:
+        for param, own in zip(self.params, self._own, strict=True):
+            if param.dtype != own.dtype:
                 check_precision("parameters", param)
         flags = list(map(_IS_TRAINED, self._held))
         if flags == self._flags:
@@ -653,18 +650,19 @@ class HeadRun(Passes):
 
     def __init__(self, declared: DeclaredRun, cursor: BatchCursor):
         super().__init__(declared, cursor)
-        head, norm = declared.head, declared.arguments.feature_norm
-        assert head is not None
+        head: Any = declared.head
+        norm = declared.arguments.feature_norm
         self._head, self._weight, self._bias = head, head.weight, head.bias
         self._feature_norm = None if norm is None else float(norm)
-        self._known, self._targets_of = declared.known_criterion, declared.arguments.targets
+        self._known: Any = declared.known_criterion
+        self._targets_of = declared.arguments.targets
         self._place: int | None = None  # of the targets among the tensors of a batch
         self.computes_loss = self._known is not None
         self._has_layers = self._module is not head
         self._passes: list[_Pass] = []
         self._used: list[_Pass] = []
         self._call: Call | None = None
-        self._target: torch.Tensor | None = None
+        self._target: Any = None
         self._first: torch.Tensor | None = None  # features of the first block of a step
         self._warns = True  # of a loop whose loss has a further term
         self._forget_gradients()
@@ -783,8 +781,8 @@ class HeadRun(Passes):
         return piece
 
     def _check_views(self, used: Sequence[_Pass]) -> None:
-        is_once = self._feature_norm is None and used[0].call is not None
-        if is_once and all(one.call is used[0].call for one in used):
+        calls = {id(one.call) for one in used}
+        if self._feature_norm is None and len(calls) == 1 and used[0].call is not None:
             return
         raise UnsupportedRunError(
             f"step {self._step} got the gradients of {len(used)} batches, expected 1: "
@@ -838,9 +836,8 @@ class HeadRun(Passes):
 
     def _got(self, own: _Pass, rows: int) -> torch.Tensor:
         """Returns what the backward pass left at the outputs, of the loss of a record."""
-        gradient = own.outputs.grad
-        assert gradient is not None
-        return gradient * rows if self._divides else gradient
+        gradient: Any = own.outputs.grad
+        return gradient * rows if self._divides else gradient  # type: ignore[no-any-return]
 
     def _keep_samples(self, rows: int) -> None:
         """Keeps the gradient of every record, of a head that is used at several positions."""
@@ -880,7 +877,6 @@ class HeadRun(Passes):
             UnsupportedRunError: The batch has none, or the loop wrote to them.
         """
         known, function, (tensors, unwritten) = self._known, self._targets_of, self._drawn()
-        assert known is not None
         place = self._place
         if place is None and function is None:
             place = self._place_of(tensors, output, self._got(own, rows))
@@ -914,7 +910,6 @@ class HeadRun(Passes):
     ) -> int:
         """Returns which tensor may be the targets: of several that which explains the gradient."""
         known = self._known
-        assert known is not None
 
         def misfit(place: int) -> float:
             """Returns how far the slopes at targets are from the loop's; inf if there are none."""
@@ -931,7 +926,6 @@ class HeadRun(Passes):
         self, tensors: Sequence[torch.Tensor], output: torch.Tensor
     ) -> UnsupportedRunError:
         shapes = ", ".join(f"{tuple(t.shape[1:])} of {t.dtype}" for t in tensors) or "no tensors"
-        assert self._known is not None
         return UnsupportedRunError(
             f"Expected targets for {type(self._known.criterion).__name__} at outputs of shape "
             f"{tuple(output.shape[1:])} for each record in the batch that the loader dealt, got "
@@ -954,7 +948,6 @@ class HeadRun(Passes):
             raise self._other_loss(piece)
         if self._warns:
             self._warns = False
-            assert self._known is not None
             _logger.warning(
                 "step %d: the gradient of the loop's loss at the outputs is that of %s, and a "
                 "little more. A further term of the loss (an entropy bonus, distillation, a "
@@ -967,7 +960,6 @@ class HeadRun(Passes):
     def _rounding(self, rows: int) -> float:
         """Returns how far slopes may be apart by rounding: near a minimum they are short."""
         output, target = self._used[0].outputs.detach(), self._target
-        assert target is not None
         size = 1 + float(output.abs().max())
         if target.is_floating_point():
             size += float(target.abs().max())
@@ -976,10 +968,8 @@ class HeadRun(Passes):
 
     def _other_loss(self, piece: Piece) -> UnsupportedRunError:
         own, target, known = self._used[0], self._target, self._known
-        assert target is not None
-        assert known is not None
         output, got = own.outputs.detach(), self._got(own, piece.rows)
-        why = diagnosis(output, target, lambda targets: known.slopes(output, targets), got)
+        why = diagnosis(known, output, target, got)
         return UnsupportedRunError(
             f"step {piece.step}: the loop has gradients of another loss than "
             f"{known.criterion}: {why}. The step was not taken. Pass the loss that the loop "

@@ -38,8 +38,6 @@ from hidden_state_adapters.opacus.processes import AgreedError, Totals
 from hidden_state_adapters.opacus.run import TrainingRun
 from hidden_state_adapters.opacus.update_rules import refuse_loaded_moments
 
-_UNFINISHED = "a step was not finished"
-
 
 class MechanismOptions:
     """Options of one mechanism, an attrs class, as `make_private(mechanism=)` takes them."""
@@ -97,7 +95,7 @@ class PrivateOptimizer(DPOptimizer):
 
     # GradScaler then hands its scale to `step`, which refuses, instead of skipping steps unseen.
     _step_supports_amp_scaling = True
-    _piece: Piece | None = None
+    _piece: Any = None  # gradients at hand within a step
     _is_last_step_skipped: bool = False
     _clip_norm: Any = None  # of the pieces of the current batch
     _valid_noise: Any = None  # that was looked at last
@@ -123,7 +121,6 @@ class PrivateOptimizer(DPOptimizer):
         run.optimizer = self
         self._passes, self._schedule = run.passes, run.declared.schedule
         self.trained = list(self.params)
-        self._managed = {id(p) for p in self.trained}
         self._start()
         self._wrapped, self._own_generator = optimizer, self.generator
         self._fixed = self.settings
@@ -147,10 +144,9 @@ class PrivateOptimizer(DPOptimizer):
             UnsupportedRunError: The run is not the declared one; the text says which step and what.
                 The step is then not taken.
         """
-        count = len(self.blocks)
+        count, accounted, self._is_moving = len(self.blocks), self.run.accounted, False
         self._admit(closure, count)
-        accounted, self._is_moving = self.run.accounted, False
-        accounted.failure = _UNFINISHED  # until it is
+        accounted.failure = "a step was not finished"  # until it is
         try:
             with torch.no_grad():
                 for block in range(count):
@@ -164,13 +160,7 @@ class PrivateOptimizer(DPOptimizer):
             accounted.failure = ""
         except BaseException as error:
             self._end(error)
-            is_told = isinstance(error, AgreedError) or not isinstance(error, Exception)
-            if self.group is not None and not is_told:
-                try:
-                    self.group.refuse(str(error) or type(error).__name__, is_admitted=True)
-                except AgreedError as agreed:
-                    self._end(agreed)
-                    raise
+            self._tell(error, is_admitted=True)
             raise
         finally:
             self._piece = None
@@ -186,8 +176,7 @@ class PrivateOptimizer(DPOptimizer):
             )
         try:
             refuse_in_budget("run of HiddenStatePrivacyEngine")
-            if self._schedule.num_steps is not None:
-                self._schedule.admit(run.num_steps + 1)
+            self._schedule.admit(run.num_steps + 1)
             if closure is None and count > 1:
                 raise UnsupportedRunError(
                     "Expected optimizer.step(closure), got no closure: the gradients of each of "
@@ -195,21 +184,23 @@ class PrivateOptimizer(DPOptimizer):
                     "before. Put zero_grad(), forward and backward pass into a function."
                 )
         except UnsupportedRunError as error:
-            if self.group is not None:  # ends the run if others would take the step
-                try:
-                    self.group.refuse(str(error), is_admitted=False)
-                except AgreedError as agreed:
-                    run.failure = str(agreed)
-                    raise
+            self._tell(error, is_admitted=False)
+            raise
+
+    def _tell(self, error: BaseException, *, is_admitted: bool) -> None:
+        """Tells other processes; raises AgreedError, and ends the run, if they would step."""
+        if self.group is None or isinstance(error, AgreedError) or not isinstance(error, Exception):
+            return
+        try:
+            self.group.refuse(str(error) or type(error).__name__, is_admitted=is_admitted)
+        except AgreedError as agreed:
+            self._end(agreed)
             raise
 
     def _end(self, error: BaseException) -> None:
+        when = f"step {self.num_steps + 1} was interrupted while it changed the parameters: "
         text = str(error) or type(error).__name__
-        if self._is_moving:
-            text = (
-                f"step {self.num_steps + 1} was interrupted while it changed the parameters: {text}"
-            )
-        self.run.failure = text
+        self.run.failure = f"{when if self._is_moving else ''}{text}"
 
     def _use_gradients(self, block: int, params: Sequence[nn.Parameter]) -> bool:
         """Adds up the gradients at hand, and noise if they are the last ones of their batch.
@@ -269,22 +260,19 @@ class PrivateOptimizer(DPOptimizer):
                 f"step {step} has a step_hook, which sees the gradients and can change them. Do "
                 "your own work after optimizer.step()."
             )
-        if self._schedule.learning_rates is not None or self._schedule.target_rate is not None:
-            self._schedule.check_rate(step, self.original_optimizer)
+        self._schedule.check_rate(step, self.original_optimizer)
         self._passes.check_trained(step)
         managed = {id(p) for g in self.param_groups for p in g["params"] if p.requires_grad}
-        if managed != self._managed:
-            own = {id(p) for p in self.trained if p.requires_grad}
-            if managed != own:
-                raise UnsupportedRunError(
-                    f"step {step} optimizes {len(managed)} parameters, expected the {len(own)} of "
-                    "the start: parameter groups are fixed for a run."
-                )
+        own = {id(p) for p in self.trained if p.requires_grad}
+        if managed != own:
+            raise UnsupportedRunError(
+                f"step {step} optimizes {len(managed)} parameters, expected the {len(own)} of the "
+                "start: parameter groups are fixed for a run."
+            )
 
     def _move(self, *, is_last: bool) -> None:
         """Moves the parameters along their noisy gradients; a step is recorded before."""
         piece, passes = self._piece, self._passes
-        assert piece is not None
         if is_last:
             totals = self._totals
             self.run.record.add(self.recorded(passes.index, totals.rows, totals.largest_norm))
@@ -333,7 +321,6 @@ class PrivateOptimizer(DPOptimizer):
             UnsupportedRunError: Another piece of the batch was clipped by another norm.
         """
         piece, now = self._piece, self.max_grad_norm
-        assert piece is not None
         if self._clip_norm is not None and now != self._clip_norm:
             raise UnsupportedRunError(
                 f"step {piece.step} clips to {self._clip_norm:g} and then uses {now:g}. "
@@ -378,10 +365,9 @@ class PrivateOptimizer(DPOptimizer):
 
     def scale_grad(self) -> None:
         """Divides as Opacus does; a step on several batches is refused."""
-        assert self._piece is not None
         if self.loss_reduction == "mean":
             for param in self._piece.params:
-                param.grad.div_(self.expected_batch_size)  # type: ignore[union-attr]
+                param.grad.div_(self.expected_batch_size)
 
     def signal_skip_step(self, do_skip: bool = True) -> None:
         """Announces a piece of a batch (BatchMemoryManager calls it).
