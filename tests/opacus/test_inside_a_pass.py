@@ -305,6 +305,15 @@ class Block(nn.Module):
         return self.last(self.relu(out).flatten(1))
 
 
+def test_ghost_clipping_takes_no_norms_of_the_step_before():
+    _, model, optimizer, criterion, loader = private(TwoHeads(), grad_sample_mode="ghost")
+    (x, y), (others, labels) = loader
+    criterion(sum(model(x)), y).backward()
+    optimizer.step()
+    with pytest.raises(UnsupportedRunError, match="no per-example gradients"):
+        criterion(model(others)[0], labels).backward()
+
+
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
 def test_layers_that_work_in_place_change_nothing(mode):
     weights = []

@@ -26,6 +26,13 @@ class Centres(nn.Module):
         return features - features.mean(0) if self.training else features
 
 
+class Shares(nn.Module):
+    """In train() mode only, and by the number of records."""
+
+    def forward(self, features):
+        return features / len(features) if self.training else features
+
+
 class Model(nn.Module):
     def __init__(self, function):
         super().__init__()
@@ -103,7 +110,7 @@ def test_dropout_hides_nothing(make_run, function):
     is_module = isinstance(function, nn.Module)
     assert of_the_model(run.engine).startswith(LOOKED if is_module else ALONE)
     if is_module:
-        mixes = a_run(make_run, nn.Sequential(function, Centres()), **KINDS["composition"])
+        mixes = a_run(make_run, nn.Sequential(function, Shares()), **KINDS["composition"])
         with pytest.raises(hsa.UnsupportedRunError, match="the model mixes the records"):
             mixes.epoch()
 
