@@ -48,23 +48,6 @@ from hidden_state_adapters.tf_privacy.step import (
 Blocks = tuple[tuple[Any, ...], ...]
 
 
-@attrs.frozen
-class StepsAhead:
-    """The steps that a call of fit is going to take.
-
-    Attributes:
-        steps: Number of steps, those of earlier calls included.
-        period: Batches of an epoch.
-        releases_epochs: True if a file is seen after every epoch.
-        releases_steps: True if a file is seen after every step.
-    """
-
-    steps: int
-    period: int
-    releases_epochs: bool
-    releases_steps: bool
-
-
 class UpdateRule:
     """DP-SGD along an optimizer of Keras; other algorithms override what is theirs.
 
@@ -359,10 +342,10 @@ class Algorithm:
             largest_norm=entry.largest_norm,
         )
 
-    def event_ahead(self, declared: Declared, ahead: StepsAhead) -> Any:
+    def event_ahead(self, declared: Declared, *ahead: Any) -> Any:
         """Returns the event of a run that is still to be made, with a noise multiplier of 1."""
         self.set_noise(1.0)
-        run = self.with_steps_ahead(self.new_run(declared), ahead)
+        run = self.with_steps_ahead(self.new_run(declared), *ahead)
         event = run.event()
         if run.release_steps[:-1] and isinstance(event, BlockCoordinateDpEvent):
             raise UnsupportedRunError(
@@ -372,8 +355,17 @@ class Algorithm:
             )
         return event
 
-    def with_steps_ahead(self, run: Run, ahead: StepsAhead) -> Run:
-        """Adds to a run the steps that it lacks, as they are going to be."""
+    def with_steps_ahead(
+        self, run: Run, steps: int, period: int, releases: tuple[bool, bool]
+    ) -> Run:
+        """Adds to a run the steps that it lacks, as they are going to be.
+
+        Args:
+            run: Run with its steps so far.
+            steps: Number of steps, those of earlier calls of fit included.
+            period: Number of steps of an epoch.
+            releases: True if a file is seen after every epoch, and after every step.
+        """
         first, plan = run.num_steps, self.plan
         is_function = callable(self.given_rate) and not _is_schedule(self.given_rate)
         if is_function and self.known_loss is not None:
@@ -382,17 +374,17 @@ class Algorithm:
                 "EarlyStopping or save_best_only, got a function: epsilon depends on the rates of "
                 "all steps. Use tf.keras.optimizers.schedules."
             )
-        rates = self.rates(ahead.steps - first)
+        rates = self.rates(steps - first)
         rows = min(plan.batch_size, plan.max_batch_size or plan.batch_size)
 
         def step(number: int) -> Step:
             entry = StepEntry(rows=rows, learning_rate=rates[number - first])
             return attrs.evolve(self.step_of(entry), batch=number % plan.num_batches)
 
-        for number in range(first, ahead.steps + 1):
-            if ahead.releases_steps or (ahead.releases_epochs and number % ahead.period == 0):
+        for number in range(first, steps + 1):
+            if releases[1] or (releases[0] and number % period == 0):
                 run.release()
-            if number < ahead.steps:
+            if number < steps:
                 run.add(step(number))
         return run
 

@@ -26,7 +26,6 @@ from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import (
     Algorithm,
-    StepsAhead,
     UpdateRule,
     rule_and_settings,
 )
@@ -687,9 +686,9 @@ class PrivateRun(PrivacyReport):
         before = self._record.num_batches
         total = before + max(0, epochs) * self.steps_per_epoch
         self._check_declared(total - before)
-        ahead = StepsAhead(total, self.steps_per_epoch, *releases)
+        ahead = total, self.steps_per_epoch, releases
         if target is not None:
-            event = self.steps.event_ahead(self._record.declared, ahead)
+            event = self.steps.event_ahead(self._record.declared, *ahead)
             spent = self._record.earlier_events
             noise = calibrate_noise_after(
                 spent,
@@ -701,8 +700,8 @@ class PrivateRun(PrivacyReport):
             self.steps.set_noise(noise)
         if may_stop:
             empty = self.steps.new_run(self._record.declared)
-            self.steps.with_steps_ahead(empty, ahead)  # raises
-            self._record.may_stop(lambda run: self.steps.with_steps_ahead(run, ahead))
+            self.steps.with_steps_ahead(empty, *ahead)  # raises
+            self._record.may_stop(lambda run: self.steps.with_steps_ahead(run, *ahead))
         self.steps.asked_for = None if before else total
 
     def _take_on_replica(self, rows: Any, indices: Any, rate: Any, left: Any) -> tuple[Any, ...]:
