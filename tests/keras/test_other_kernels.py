@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("tensorflow")
 from tensorflow.python.util import _pywrap_util_port
 
+pytestmark = pytest.mark.exhaustive  # another import of TensorFlow a test
 TESTS = Path(__file__).parents[1]
 
 
