@@ -198,6 +198,12 @@ class TestEager:
         with pytest.raises(UnsupportedRunError, match="privacy is known"):
             private_run(model=run.record.model)
 
+    def test_weights_that_a_refused_first_step_moved_are_no_fresh_ones(self):
+        run = private_run(loss_geometry=hsa.LossGeometry.convex(1.0, lipschitz=0.01))
+        for act in (run.step, lambda: private_run(model=run.record.model)):
+            with pytest.raises(UnsupportedRunError, match=r"longer than loss_geometry\.lipschitz"):
+                act()
+
     def test_an_interruption_ends_it(self, monkeypatch):
         run = private_run()
         take = run._advance

@@ -469,12 +469,15 @@ class PrivateRun(PrivacyReport):
             told, left = several(*given, list(steps.left))
             loss, examples, longest, same, tried = told.numpy()
             is_fine = bool(same and steps.step.is_fine(longest))
-            done = range(first + 1, first + int(tried) + is_fine)
+            done = range(first + 1, first + int(tried) + 1)
             largest = longest if is_fine else 0.0  # else of the step that was refused
             entries = [
                 StepEntry(number, int(batch), rate, largest)
                 for number, batch, rate in zip(done, rows, rates, strict=False)
             ]
+            if not is_fine:  # the weights were moved all the same: they are no fresh ones
+                problem = MOVED if not same else NOT_FINITE if math.isinf(longest) else TOO_LONG
+                entries[-1] = StepEntry(done[-1], problem=problem)
             steps.took(entries, left if same else steps.left)
         except BaseException:  # also of the user, who may go on
             if not steps.is_iterate(keras_api.trained(self._model)):
@@ -482,9 +485,6 @@ class PrivateRun(PrivacyReport):
                 with contextlib.suppress(UnsupportedRunError):
                     record.invalidate(INTERRUPTED)
             raise
-        if not is_fine:
-            problem = MOVED if not same else NOT_FINITE if math.isinf(longest) else TOO_LONG
-            entries.append(StepEntry(first + len(done), problem=problem))
         for entry in entries:
             record.add(entry, record.next_batch)
         if record.num_batches % self.steps_per_epoch == 0:
