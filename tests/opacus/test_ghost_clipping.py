@@ -109,6 +109,8 @@ def test_a_penalty_on_outputs_of_layers_is_a_loss_of_the_record():
         lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0),
         lambda model: model[0].weight.grad.mul_(100),
         lambda model: setattr(model[2].bias, "grad", model[2].bias.grad * 100),
+        lambda model: model[0].weight.register_hook(lambda grad: 100 * grad),
+        lambda model: model[0].weight.register_post_accumulate_grad_hook(lambda param: None),
     ],
 )
 def test_sums_that_are_changed_before_the_noise_are_refused(change):
