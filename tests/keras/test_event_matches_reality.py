@@ -171,6 +171,17 @@ def two_steps_on_every_batch(run):
     run.fit()
 
 
+class HalfOfTheRows(tf.keras.Sequential):
+    def train_step(self, data):
+        return super().train_step(tf.nest.map_structure(lambda part: part[::2], data))
+
+
+def half_of_every_batch(run):
+    run.model = HalfOfTheRows(run.model.layers)
+    compile_with(run)
+    run.fit()
+
+
 def several_steps_per_execution(run):
     run.model.compile(
         run.optimizer,
@@ -371,6 +382,7 @@ CASES = [
     (1, fit_without_the_callback_before, "not recorded"),
     (1, train_on_batch_within_an_epoch, "has taken 4 steps, expected 3"),
     (1, two_steps_on_every_batch, "has taken 2 steps, expected 1"),
+    (1, half_of_every_batch, "step 1 on all rows of batch 0, got batch 0 or other rows"),
     (1, several_steps_per_execution, "taken 2 steps, expected 1: one for every batch"),
     (4, reduced_loss, "got a scalar"),
     (4, scaled_loss, "longer than loss_geometry.lipschitz"),
