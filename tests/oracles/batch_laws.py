@@ -48,6 +48,8 @@ def batch_chains(event: LastIterateDpEvent, groups: list[int | None]) -> list[tu
         return [(1.0, lambda t, state: fixed_size)]
     if order is BatchOrder.BALLS_IN_BINS:
         return [(p, _fixed(batches)) for p, batches in _bins(sizes, event.batches_per_epoch)]
+    if order is BatchOrder.BALLS_IN_BINS_REDRAWN:
+        return [(1.0, _bins_redrawn(sizes, event.batches_per_epoch))]
     if order is BatchOrder.RESHUFFLED:
         return [(1.0, _reshuffled(sizes, rest, b, event.batches_per_epoch))]
     if order is BatchOrder.SHUFFLED_ONCE:
@@ -106,6 +108,20 @@ def _bins(sizes: Counts, bins: int) -> Iterator[tuple[float, list[Counts]]]:
         left = tuple(k - n for k, n in zip(sizes, batch, strict=True))
         for q, later in _bins(left, bins - 1):
             yield p * q, [batch, *later]
+
+
+def _bins_redrawn(sizes: Counts, bins: int) -> Chain:
+    """The same, drawn anew every epoch: the state is what is in a later bin."""
+
+    def draws(t: int, state: Counts) -> Draws:
+        left = sizes if t % bins == 0 else state
+        return [
+            (p, batch, tuple(k - n for k, n in zip(left, batch, strict=True)))
+            for p, batch in _poisson(left, 1 / (bins - t % bins))
+            if p
+        ]
+
+    return draws
 
 
 def _subsets(sizes: Counts) -> Iterator[Counts]:
