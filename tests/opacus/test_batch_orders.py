@@ -236,6 +236,7 @@ def test_a_seed_that_is_declared_secret(make_run, order):
         ({"order": "cyclic", "seed": 1}, ValueError, "draws nothing"),
         ({"order": "full", "seed": 1}, ValueError, "draws nothing"),
         ({"order": "poisson", "seed_is_secret": True}, ValueError, "without a seed"),
+        ({"order": "shuffled_once", "seed": 1, "seed_is_secret": "no"}, TypeError, "True or False"),
         ({"order": "poisson", "seed": -1}, ValueError, "an integer >= 0"),
         ({"order": "poisson", "seed": 0.5}, ValueError, "an integer >= 0"),
         ({"order": "reshuffled", "max_batch_size": 20}, ValueError, "max_batch_size = None"),

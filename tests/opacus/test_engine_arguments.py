@@ -109,6 +109,7 @@ def test_equal_groups_and_frozen_parameters_are_fine(make_run):
         ({"max_grad_norm": [1.0, 1.0]}, hsa.UnsupportedRunError, "a list clips every layer"),
         ({"max_grad_norm": 0.0}, ValueError, "clip_norm > 0"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier >= 0"),
+        ({"criterion": "mse"}, TypeError, "Expected criterion to be"),
         ({"loss_geometry": "convex"}, TypeError, "LossGeometry"),
         ({"max_grad_norm": 2.0}, hsa.UnsupportedRunError, r"2.00002|2.00003"),
         ({"max_grad_norm": 2.0000001}, hsa.UnsupportedRunError, "Raise max_grad_norm"),

@@ -14,7 +14,7 @@ from opacus.schedulers import StepNoise
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import (
@@ -323,6 +323,7 @@ def test_row18_a_record_twice_in_an_epoch(make_run, dataset):
         {"dataset": Subset(dataset, from_the_end)},
         {"dataset": ConcatDataset([dataset, dataset])},
         {"dataset": ConcatDataset([Subset(dataset, range(59)), Subset(dataset, [-60])])},
+        {"dataset": ConcatDataset([TensorDataset(*dataset[a:b]) for a, b in ((0, 31), (30, 60))])},
     ):
         with pytest.raises(hsa.UnsupportedRunError, match=r"twice|the same"):
             make_run(loader=loader)

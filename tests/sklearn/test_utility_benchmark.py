@@ -29,6 +29,7 @@ def script(monkeypatch):
         sys.modules.pop(name, None)
 
 
+@pytest.mark.exhaustive  # half a minute
 def test_the_smallest_size_writes_the_page_and_goes_on_where_it_stopped(
     script, tmp_path, monkeypatch
 ):

@@ -216,6 +216,11 @@ class RunArguments:
             raise ValueError(
                 f"Expected loss_reduction = 'mean' or 'sum', got {self.loss_reduction!r}."
             )
+        if self.criterion is not None and not callable(self.criterion):
+            raise TypeError(
+                "Expected criterion to be a loss such as torch.nn.MSELoss(), got "
+                f"{self.criterion!r}."
+            )
         mode = self.grad_sample_mode
         if mode not in (None, "hooks", "functorch", "ew", "ghost"):
             raise UnsupportedRunError(

@@ -70,7 +70,7 @@ class Batches:
 
     order: BatchOrder = attrs.field(converter=parse_batch_order)
     seed: int | None = attrs.field(default=None, repr=False, kw_only=True)
-    seed_is_secret: bool = attrs.field(default=False, kw_only=True)
+    seed_is_secret: bool = attrs.field(default=False, kw_only=True, validator=validate.FLAG)
     max_batch_size: int | None = attrs.field(default=None, kw_only=True)
     sampling_rate: float | None = attrs.field(default=None, kw_only=True)
     batch_size: int | None = attrs.field(default=None, kw_only=True)
@@ -246,21 +246,21 @@ def refuse_repeated_records(dataset: Any) -> None:
         if _has_repeated_records(dataset):
             raise UnsupportedRunError(
                 "Expected every record once per epoch, got a ConcatDataset that holds a record "
-                "twice (the same data set, the same tensors behind two, or subsets that overlap): "
-                "one person would count once but act twice. Remove the copy."
+                "twice (the same data set, the same tensors behind two, or subsets or slices that "
+                "overlap): one person would count once but act twice. Remove the copy."
             )
 
 
 def _has_repeated_records(dataset: ConcatDataset) -> bool:
-    """Tells whether parts share an element of a data set, or of the same tensors."""
+    """Tells whether parts share a record: an element of a data set, or rows in memory."""
     found: dict[Hashable, list[np.ndarray]] = {}
     for source, places in _places(dataset, np.arange(len(dataset))):
         found.setdefault(source, []).append(places)
-    return any(len(np.unique(np.concatenate(p))) < sum(map(len, p)) for p in found.values())
+    return any(len(np.unique(np.concatenate(p), axis=0)) < sum(map(len, p)) for p in found.values())
 
 
 def _places(dataset: Any, indices: np.ndarray) -> Iterator[tuple[Hashable, np.ndarray]]:
-    """Yields sources of records, and the places in them of those at `indices`."""
+    """Yields sources of records, and a row of integers for the place of each at `indices`."""
     if isinstance(dataset, Subset):
         own = _from_the_start(np.asarray(dataset.indices)[indices], dataset.dataset)
         yield from _places(dataset.dataset, own)
@@ -269,9 +269,11 @@ def _places(dataset: Any, indices: np.ndarray) -> Iterator[tuple[Hashable, np.nd
         for part, start, end in zip(dataset.datasets, ends, ends[1:], strict=False):
             yield from _places(part, indices[(start <= indices) & (indices < end)] - start)
     elif isinstance(dataset, TensorDataset):
-        yield tuple(tensor.data_ptr() for tensor in dataset.tensors), indices
+        storages = tuple(tensor.untyped_storage().data_ptr() for tensor in dataset.tensors)
+        rows = [t.storage_offset() + indices * t.stride(0) for t in dataset.tensors]
+        yield storages, np.stack(rows, axis=1)
     else:
-        yield id(dataset), indices
+        yield id(dataset), indices[:, None]
 
 
 def _from_the_start(indices: Sequence[int], dataset: Any) -> np.ndarray:
