@@ -12,6 +12,7 @@ from shift_programs import least_squares_mu_squared
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Reshuffled, ShuffledOnce
+from hidden_state_accountants.bounds.data_order import mean_over_places
 from hidden_state_accountants.bounds.shifted_interpolation import mu_squared_by_position
 from hidden_state_accountants.curves.base import GaussianMixtureCurve, best_curve, known_of
 from hidden_state_accountants.curves.gaussian import delta_from_mu
@@ -208,3 +209,12 @@ def test_the_secret_is_an_assumption():
     guarantee = ShuffledOnce().guarantee(cyclic_run(batch_order="shuffled_once"), SPECIAL)
     assert any("ever published" in a.text for a in guarantee.assumptions)
     assert not any(a.text.startswith("order of the batches") for a in guarantee.assumptions)
+
+
+@pytest.mark.parametrize("mus", [0.97 ** np.arange(5000), np.linspace(0.1, 3, 5000)])
+def test_many_places_are_rounded_up_a_little(mus):
+    exact = GaussianMixtureCurve(np.full(5000, 1 / 5000), mus)
+    rounded = mean_over_places(mus)
+    assert len(rounded.mus) < 2500
+    for epsilon in (0.0, 0.1, 1.0, 5.0):
+        assert 1 <= rounded.delta(epsilon) / exact.delta(epsilon) < 1.01 + epsilon / 100
