@@ -489,7 +489,7 @@ def test_tiny_rates_are_no_worse_than_by_dp_accounting(rate, noise, steps, delta
     relation = NeighboringRelation.ADD_OR_REMOVE_ONE
     found = hsa.LastIterateAccountant(relation).compose(step, steps).get_epsilon(delta)
     stock = pld.PLDAccountant(relation).compose(step, steps).get_epsilon(delta)
-    assert found <= min(largest, stock * (1 + 1e-5))
+    assert found <= min(largest, stock * (1 + 2e-4))  # 0.6 of it has another grid
 
 
 class TestLimits:

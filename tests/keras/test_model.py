@@ -178,6 +178,8 @@ OTHERS = {
 
 @pytest.mark.parametrize("stack", OTHERS)
 def test_other_layers_go_row_by_row(stack):
+    if stack == "function" and keras_api.IS_KERAS_3:
+        pytest.skip("Keras 3 puts no function of TensorFlow into a functional model")
     model = make(OTHERS[stack]())
     x, y, row_losses = tf.constant(abs(X[:3])), tf.constant(Y[:3]), RowLosses(crossentropy())
     model(x)
@@ -393,7 +395,12 @@ def test_an_average_of_the_iterates_takes_their_place(without_graphs, row_by_row
     averages = model.get_weights()
 
     def average(index, logs):
-        averages[:] = [0.5 * (a + b) for a, b in zip(averages, model.get_weights(), strict=True)]
+        share = (
+            1.0 if keras_api.IS_KERAS_3 and index == 0 else 0.5
+        )  # it begins at the first iterate
+        averages[:] = [
+            a + share * (b - a) for a, b in zip(averages, model.get_weights(), strict=True)
+        ]
 
     fit(model, callbacks=[tf.keras.callbacks.LambdaCallback(on_train_batch_end=average)])
     for own, expected in zip(model.get_weights(), averages, strict=True):

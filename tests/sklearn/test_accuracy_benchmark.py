@@ -64,6 +64,7 @@ MU = math.exp(gaussian_log_mu(1.0, 1e-5))
 
 
 def test_the_page_has_a_row_for_every_method_and_says_where_it_lost(script, tmp_path):
+    pytest.importorskip("matplotlib")
     import accuracy_page
 
     results = {}
