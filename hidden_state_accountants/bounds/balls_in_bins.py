@@ -91,9 +91,8 @@ class BallsInBins(HiddenStateBound):
         if is_one_draw:
             curves = [hidden(_law_of_one_draw(to_none))]
             if is_replaced and to_none.domain_diameter < math.inf:
-                curves.append(
-                    _law_of_one_draw(_process(event, relation)[0])
-                )  # which a domain may cut
+                of_both = _process(event, relation)[0]  # which a domain may cut
+                curves.append(_law_of_one_draw(of_both))
         else:
             curves = _of_draws(to_none, hidden)
         return Proof(

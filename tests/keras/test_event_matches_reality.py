@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
-from keras_fit import at_batch, callbacks, compile_with
+from keras_fit import EXPECTED, at_batch, callbacks, compile_with
 from misuse import each_row
 
 import hidden_state_accountants as hsa
@@ -20,19 +20,6 @@ pytestmark = pytest.mark.usefixtures("row_by_row")
 
 
 # What is accounted
-
-
-EXPECTED = hsa.LastIterateDpEvent(
-    noise_multiplier=2.0,
-    learning_rate=0.5,
-    clip_norm=1.5,
-    batch_size=4,
-    dataset_size=24,
-    num_steps=12,
-    batch_order="cyclic",
-    loss=hsa.LossGeometry.logistic(1.0, bias=True),
-    weight_decay=0.1,
-)
 
 
 def two_epochs(run):

@@ -8,23 +8,13 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
+from keras_fit import EXPECTED
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import CyclicDPKerasSGDOptimizer
 
 pytestmark = pytest.mark.usefixtures("row_by_row")
 DELTA = 1e-5
-EXPECTED = hsa.LastIterateDpEvent(
-    noise_multiplier=2.0,
-    learning_rate=0.5,
-    clip_norm=1.5,
-    batch_size=4,
-    dataset_size=24,
-    num_steps=12,
-    batch_order="cyclic",
-    loss=hsa.LossGeometry.logistic(1.0, bias=True),
-    weight_decay=0.1,
-)
 
 
 def pairs(event):

@@ -70,6 +70,10 @@ def _counts(groups: list[int | None], number: int) -> Counts:
     return tuple(groups.count(group) for group in range(number))
 
 
+def _without(sizes: Counts, batch: Counts) -> Counts:
+    return tuple(k - n for k, n in zip(sizes, batch, strict=True))
+
+
 def _fixed(batches: list[Counts]) -> Chain:
     return lambda t, state: [(1.0, batches[t % len(batches)], ())]
 
@@ -81,7 +85,7 @@ def _reshuffled(sizes: Counts, rest: int, batch_size: int, period: int) -> Chain
         left = sizes if t % period == 0 else state  # what the epoch has not used yet
         unused = total - t % period * batch_size - sum(left)
         return [
-            (p, batch, tuple(k - n for k, n in zip(left, batch, strict=True)))
+            (p, batch, _without(left, batch))
             for p, batch in _without_replacement(left, unused, batch_size)
         ]
 
@@ -93,7 +97,7 @@ def _shuffles(sizes: Counts, rest: int, batch_size: int) -> Iterator[tuple[float
         yield 1.0, []
         return
     for p, batch in _without_replacement(sizes, rest, batch_size):
-        left = tuple(k - n for k, n in zip(sizes, batch, strict=True))
+        left = _without(sizes, batch)
         unused = max(0, sum(sizes) + rest - batch_size) - sum(left)
         for q, later in _shuffles(left, unused, batch_size):
             yield p * q, [batch, *later]
@@ -105,7 +109,7 @@ def _bins(sizes: Counts, bins: int) -> Iterator[tuple[float, list[Counts]]]:
         yield 1.0, [sizes]
         return
     for p, batch in _poisson(sizes, 1 / bins):
-        left = tuple(k - n for k, n in zip(sizes, batch, strict=True))
+        left = _without(sizes, batch)
         for q, later in _bins(left, bins - 1):
             yield p * q, [batch, *later]
 
@@ -116,7 +120,7 @@ def _bins_redrawn(sizes: Counts, bins: int) -> Chain:
     def draws(t: int, state: Counts) -> Draws:
         left = sizes if t % bins == 0 else state
         return [
-            (p, batch, tuple(k - n for k, n in zip(left, batch, strict=True)))
+            (p, batch, _without(left, batch))
             for p, batch in _poisson(left, 1 / (bins - t % bins))
             if p
         ]

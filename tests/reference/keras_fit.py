@@ -2,7 +2,21 @@
 
 import tensorflow as tf
 
+import hidden_state_accountants as hsa
+
 callbacks = tf.keras.callbacks
+# Two epochs of the run that `make_run` makes.
+EXPECTED = hsa.LastIterateDpEvent(
+    noise_multiplier=2.0,
+    learning_rate=0.5,
+    clip_norm=1.5,
+    batch_size=4,
+    dataset_size=24,
+    num_steps=12,
+    batch_order="cyclic",
+    loss=hsa.LossGeometry.logistic(1.0, bias=True),
+    weight_decay=0.1,
+)
 
 
 def at_batch(index, act):

@@ -236,9 +236,10 @@ def _changed(call: Call, rows: int, dim: int, kept: range, factor: int | None) -
 
 
 def _other(part: torch.Tensor, dim: int, factor: int) -> torch.Tensor:
-    """Returns records scaled, or in another order where they are integers: indices, maybe, as
-    floating
-    point, too, of which a model may know no others.
+    """Returns records scaled, or in another order.
+
+    Another order is that of integers (indices, maybe, as floating point, too), of which a model may
+    know no others.
     """
     flipped = part.flip(dim)
     if not part.is_floating_point():

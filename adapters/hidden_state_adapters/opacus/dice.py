@@ -51,6 +51,10 @@ class DiceSGD(MechanismOptions):
     automatic: bool = attrs.field(default=False, validator=validate.FLAG)
     gradient_bound: float = math.inf
 
+    def error_clip(self, clip_norm: float) -> float:
+        """Returns C_2, which is C_1 = `clip_norm` unless it was given."""
+        return self.error_max_grad_norm or clip_norm
+
     def optimizer_class(self, optimizer: Optimizer) -> type[PrivateOptimizer]:
         """See `MechanismOptions.optimizer_class`."""
         return DiceAdamOptimizer if isinstance(optimizer, Adam) else DiceSGDOptimizer
@@ -189,7 +193,7 @@ class DiceSGDOptimizer(PrivateOptimizer):
 
     def _start(self) -> None:
         arguments = self.declared.arguments
-        self.error_max_grad_norm = arguments.mechanism.error_max_grad_norm or arguments.clip_norm
+        self.error_max_grad_norm = arguments.mechanism.error_clip(arguments.clip_norm)
         self.automatic: bool = arguments.mechanism.automatic
         self.hidden = HiddenError(self.trained)
 
@@ -210,7 +214,7 @@ class DiceSGDOptimizer(PrivateOptimizer):
             )
         clip_norm = validate.magnitude("max_grad_norm", arguments.max_grad_norm, positive=True)
         params = [p for p in module.parameters() if p.requires_grad]
-        error_clip = arguments.mechanism.error_max_grad_norm or clip_norm
+        error_clip = arguments.mechanism.error_clip(clip_norm)
         check_clip_norms(params, max_grad_norm=clip_norm, error_max_grad_norm=error_clip)
         refuse_moments(optimizer)
 
@@ -225,7 +229,7 @@ class DiceSGDOptimizer(PrivateOptimizer):
         return algorithms.DiceSGD(
             noise_multiplier=validate.magnitude("noise_multiplier", noise_multiplier),
             clip_norm=arguments.clip_norm,
-            error_clip_norm=options.error_max_grad_norm or arguments.clip_norm,
+            error_clip_norm=options.error_clip(arguments.clip_norm),
             automatic=options.automatic,
             gradient_bound=bound,
         )
