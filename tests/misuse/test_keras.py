@@ -1,7 +1,4 @@
-"""Every Keras optimizer, the private model and an own loop through every misuse of the table.
-
-The table is misuse.py beside this file.
-"""
+"""Every Keras optimizer, the private model and an own loop through every misuse of misuse.py."""
 
 import contextlib
 import copy
@@ -23,7 +20,7 @@ from keras_fixtures import (  # noqa: F401
     row_by_row,
     without_graphs,
 )
-from trial import BATCH, RECORDS, Trial
+from misuse import BATCH, RECORDS, Trial
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
@@ -39,7 +36,7 @@ from hidden_state_adapters.tf_privacy import (
     cyclic_dataset,
 )
 
-pytestmark = pytest.mark.usefixtures("row_by_row")
+pytestmark = pytest.mark.usefixtures("without_graphs")
 
 FEATURES = 3
 SMOOTH = hsa.LossGeometry.smooth(0.5, 2**0.5)  # of two layers, which nobody knows to be one
@@ -121,15 +118,16 @@ class Model(tf.keras.Sequential):
         return {}
 
 
-def data(change=lambda dataset: dataset):
+def arrays():
     random = np.random.default_rng(0)
     x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
     x /= np.linalg.norm(x, axis=1, keepdims=True)
-    dataset = tf.data.Dataset.from_tensor_slices((x, (x[:, :1] > 0).astype("float32")))
+    return x, (x[:, :1] > 0).astype("float32")
+
+
+def data(change=lambda dataset: dataset):
+    dataset = tf.data.Dataset.from_tensor_slices(arrays())
     return cyclic_dataset(change(dataset), batch_size=BATCH)
-
-
-# Settings by the names of the table.
 
 
 class OnKeras(Trial):
@@ -159,6 +157,18 @@ class OnKeras(Trial):
 
     def unfreeze(self):
         self.backbone.trainable = True
+
+    def seed_the_program(self):
+        tf.random.set_seed(0)
+
+    def get_epsilon(self):
+        return self.account.get_epsilon(1e-5)
+
+    def event(self):
+        return self.account.privacy_event
+
+    def release(self):
+        self.account.release()
 
 
 @attrs.define(slots=False)
@@ -295,9 +305,6 @@ class KerasTrial(OnKeras):
             raise NotImplementedError(f"{name} cannot be set by public means")
         return name
 
-    def seed_the_program(self):
-        tf.random.set_seed(0)
-
     def copy(self):
         self.go_on_with(copy.deepcopy(self.optimizer))
 
@@ -362,27 +369,9 @@ class KerasTrial(OnKeras):
         self.model.build((None, FEATURES))
         self.model.act = self.act
 
-    # The account
-
-    def get_epsilon(self):
-        return self.account.get_epsilon(1e-5)
-
-    def event(self):
-        return self.account.privacy_event
-
-    def release(self):
-        self.account.release()
-
     def questions(self):
         """A release within fit is one of a callback; that fit is over shows in the next one."""
         return [self.get_epsilon, self.event, self.epoch]
-
-
-def arrays():
-    random = np.random.default_rng(0)
-    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
-    x /= np.linalg.norm(x, axis=1, keepdims=True)
-    return x, (x[:, :1] > 0).astype("float32")
 
 
 @attrs.define(slots=False)
@@ -477,14 +466,8 @@ class ModelTrial(OnKeras):
         self.batch, self.grouping = batch, {"num_microbatches": number, **settings}
         self.build()
 
-    def deal(self, batch_size):
-        self.batch = batch_size
-
     def weigh(self, weights):
         self.sample_weight = np.resize(weights, RECORDS)
-
-    def take_arrays(self, change):
-        self.x, self.y = change(self.x, self.y)
 
     def evaluate(self):
         self.model(self.x)
@@ -497,9 +480,6 @@ class ModelTrial(OnKeras):
             raise NotImplementedError(f"no {name}")
         value = getattr(self.optimizer, name)
         return float(value) if name == "learning_rate" else value
-
-    def seed_the_program(self):
-        tf.random.set_seed(0)
 
     def train_without_noise(self):
         variables = self.model.trainable_variables
@@ -549,15 +529,6 @@ class ModelTrial(OnKeras):
     def account(self):
         return self.model
 
-    def get_epsilon(self):
-        return self.account.get_epsilon(1e-5)
-
-    def event(self):
-        return self.account.privacy_event
-
-    def release(self):
-        self.account.release()
-
 
 @attrs.define(slots=False)
 class LoopTrial(ModelTrial):
@@ -600,17 +571,9 @@ class LoopTrial(ModelTrial):
         self._held()
         super().group(*arguments, **settings)
 
-    def deal(self, batch_size):
-        self._held()
-        super().deal(batch_size)
-
     def weigh(self, weights):
         self._held()
         super().weigh(weights)
-
-    def take_arrays(self, change):
-        self._held()
-        super().take_arrays(change)
 
     def interrupted_update(self):
         raise NotImplementedError("who leaves the loop says when")
@@ -676,26 +639,23 @@ OPTIMIZERS = {
 for name in ("model", "model_dice", "model_blocks"):
     OPTIMIZERS[name.replace("model", "loop")] = OPTIMIZERS[name]
 KINDS = {"model": ModelTrial, "loop": LoopTrial}
-TRIALS = [(KINDS.get(name.split("_")[0], KerasTrial), name) for name in OPTIMIZERS]
-
-
-def commit(case, trial, optimizer, request):
-    if trial is not KerasTrial:
-        request.getfixturevalue("without_graphs")
-    make_trial = functools.partial(trial, **OPTIMIZERS[optimizer])
-    misuse.check("keras", case, make_trial, honest_epochs=0)
+MAKERS = {
+    name: functools.partial(KINDS.get(name.split("_")[0], KerasTrial), **arguments)
+    for name, arguments in OPTIMIZERS.items()
+}
 
 
 @pytest.mark.parametrize("case", misuse.cases("keras"))
-def test_misuse(case, request):
+def test_misuse(case):
     """On one trial each; which one follows from its place in the table."""
-    misuse.on_one("keras", case, TRIALS, lambda each: commit(case, *each, request))
+    misuse.on_one("keras", case, list(MAKERS.values()))
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("trial", "optimizer"), TRIALS, ids=[f"{trial.__name__}-{name}" for trial, name in TRIALS]
-)
+@pytest.mark.parametrize("optimizer", MAKERS)
 @pytest.mark.parametrize("case", misuse.cases("keras"))
-def test_misuse_of_every_trial(case, trial, optimizer, request):
-    commit(case, trial, optimizer, request)
+def test_misuse_of_every_trial(case, optimizer):
+    try:
+        misuse.check("keras", case, MAKERS[optimizer])
+    except NotImplementedError as error:
+        pytest.skip(f"cannot be done here: {error}")
