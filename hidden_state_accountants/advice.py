@@ -16,58 +16,44 @@ import numpy as np
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.best_bound import best_guarantee
-from hidden_state_accountants.bounds.composition import composition_of
 from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE, BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.events.schedule import Schedule, mapped
-from hidden_state_accountants.figures import text_up
 from hidden_state_accountants.guarantee import change_lines
-from hidden_state_accountants.process.noisy_process import NoisyProcess, process_of
+from hidden_state_accountants.process.noisy_process import process_of
 
 _LEAST = 0.01  # share of epsilon; a change that lowers it by less is not worth a line
-_DELTA = 1e-5  # where the gain of the first epochs is read
-_STEPS_AHEAD = 50_000  # at most so many steps are accounted for ahead
-_SMALLEST_SCALE = 1e-3  # of the learning rate; one that is lowered by more trains another model
-_SCALES = 1000  # that are tried, each 0.7 % below the one before
+# Learning rates that are tried, in those of the run; one that is lower still trains another model.
+_SCALES = np.geomspace(1, 1e-3, 1000).tolist()
 _ROUNDED = 1 + 1e-12  # relative error of moduli
-_EQUALS_COMPOSITION = "no contraction: epsilon equals composition (each epoch counts)"
-_NO_SHRINKING = "the update does not shrink distances (c = 1)"
 _NO_LOSS = (
     "no loss is declared: a linear or softmax head on fixed features has a known one "
     "(docs/losses.md), a network with hidden layers has none"
 )
 
-Change = tuple[str, LastIterateDpEvent, bool]
-"""A description, the changed run, and whether the change may cost accuracy."""
+Change = tuple[str, LastIterateDpEvent, int]
+"""A description, the changed run, and its rank: 0 where a step stretches, 2 may cost accuracy."""
 
 
 def single_changes(
-    event: LastIterateDpEvent,
-    relation: NeighboringRelation,
-    delta: float,
-    now: float,
+    event: LastIterateDpEvent, relation: NeighboringRelation, delta: float, now: float
 ) -> tuple[tuple[str, float], ...]:
     """(description, epsilon) of the run with one thing changed, each by `best_guarantee`.
 
     Named are those that lower the epsilon of now by a hundredth at least: a rate that stretches no
     distance, what costs no accuracy, the rest; of each kind the most helpful one first.
     """
-
-    def epsilon(run: LastIterateDpEvent) -> float:
+    helpful = []
+    for description, changed, rank in _changes(event, relation):
         try:
-            return best_guarantee(run, relation).epsilon(delta)
+            value = best_guarantee(changed, relation).epsilon(delta)
         except UnsupportedRunError:
-            return math.inf
-
-    helpful, stretching = [], _shorter_steps(event, relation)
-    for change in [*stretching, *_changes(event)]:
-        description, changed, costs = change
-        value = epsilon(changed)
+            continue
         if value < now * (1 - _LEAST):
-            helpful.append((change not in stretching, costs, value, description))
-    return tuple((description, value) for *_, value, description in sorted(helpful))
+            helpful.append((rank, value, description))
+    return tuple((description, value) for _, value, description in sorted(helpful))
 
 
 def report_lines(
@@ -80,86 +66,76 @@ def report_lines(
     return change_lines(now, single_changes(event, relation, delta, now))
 
 
-def _shorter_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> list[Change]:
-    """The largest learning rate whose steps stretch nothing, and half of it for random sizes."""
-
-    def scaled(scale: float) -> LastIterateDpEvent:
-        rate = mapped(lambda rate: float(f"{rate * scale:.3g}"), event.learning_rate)
-        return attrs.evolve(event, learning_rate=rate)
-
-    def process(run: LastIterateDpEvent) -> NoisyProcess | None:
-        return process_of(run.one_step_if_constant(), relation)
-
-    now = process(event)
-    c = 0.0 if now is None else float(now.contraction.max())
-    if not 1 < c < math.inf:
-        return []
-    scale = None
-    for smaller in np.geomspace(1, _SMALLEST_SCALE, _SCALES).tolist():
-        then = process(scaled(smaller))
-        if then is not None and (then.contraction <= 1).all():
-            scale = scale or smaller
-            if (then.contraction <= then.drift_contraction * _ROUNDED).all():
-                scale = smaller  # a hardly smaller rate lets the whole decay contract
-                break
-    if scale is None:  # the clip stretches: a clip norm that never acts is another change
-        return []
-    parts, found = {"any batch": scale}, []
-    if event.batch_order in OF_RANDOM_SIZE:
-        parts = {"a batch of mean size": scale, "a batch of up to twice the mean size": scale / 2}
-    for of, part in parts.items():
-        run = scaled(part)
-        is_schedule = isinstance(run.learning_rate, Schedule)
-        text = f"rates times {part:.3g}" if is_schedule else f"rate {run.learning_rate:g}"
-        description = f"learning {text}: no step on {of} then stretches distances, which now is "
-        found.append((f"{description}up to c = {c:.4g}", run, True))
-    return found
-
-
-def _changes(event: LastIterateDpEvent) -> Iterator[Change]:
-    """All other changes; what has no bound is left out later."""
-    change, order = functools.partial(attrs.evolve, event), event.batch_order
+def _changes(event: LastIterateDpEvent, relation: NeighboringRelation) -> Iterator[Change]:
+    change, order, loss = functools.partial(attrs.evolve, event), event.batch_order, event.loss
     any_sizes = {"sampling_rate": None, "max_batch_size": None}
+    yield from _shorter_steps(event, relation)
     if event.release_steps:
         count = len(event.release_steps)
-        alone = change(release_steps=())
-        yield f"release the last iterate only, not {count} more", alone, False
-    if order not in (BatchOrder.SHUFFLED_ONCE, BatchOrder.FULL) and event.loss is not None:
+        yield f"release the last iterate only, not {count} more", change(release_steps=()), 1
+    if order not in (BatchOrder.SHUFFLED_ONCE, BatchOrder.FULL) and loss is not None:
         secret = change(batch_order=BatchOrder.SHUFFLED_ONCE, **any_sizes)
-        yield "shuffled once, by a uniform order that is kept secret", secret, False
+        yield "shuffled once, by a uniform order that is kept secret", secret, 1
     if order not in (BatchOrder.POISSON, BatchOrder.FULL):
-        yield "Poisson batches", change(batch_order=BatchOrder.POISSON, **any_sizes), False
+        yield "Poisson batches", change(batch_order=BatchOrder.POISSON, **any_sizes), 1
     if isinstance(event.learning_rate, Schedule):
         rate = float(f"{np.mean(event.per_step('learning_rate')):.4g}")
-        yield f"a constant rate, {rate:g}", change(learning_rate=rate), False
-    loss, longest = event.loss, _length_that_is_clipped(event)
-    if longest is not None:
-        text = f"clip norm {longest:g}, which never acts, instead of {_text(event.clip_norm)}"
-        longer = change(clip_norm=longest)
-        if not event.has_schedules:
-            noise = float(event.noise_std_on_sum()[0]) / longest
-            same = attrs.evolve(longer, noise_multiplier=noise)
-            yield f"{text}, at the same noise", same, False
-        yield f"{text}, at the same noise multiplier", longer, True
-    if loss is not None and loss.kind not in (LossKind.LINEAR, LossKind.HOELDER):
+        yield f"a constant rate, {rate:g}", change(learning_rate=rate), 1
+    if loss is None:
+        return
+    if loss.lipschitz and event.clip_norm is not None:
+        longer = change(clip_norm=loss.lipschitz)
+        if float(np.min(event.per_step("clip_norm"))) < loss.lipschitz:
+            text = f"clip norm {loss.lipschitz:g}, which never acts, instead of "
+            text += _text(event.clip_norm)
+            if not event.has_schedules:
+                noise = float(event.noise_std_on_sum()[0]) / loss.lipschitz
+                yield f"{text}, at the same noise", attrs.evolve(longer, noise_multiplier=noise), 1
+            yield f"{text}, at the same noise multiplier", longer, 2
+    if loss.kind not in (LossKind.LINEAR, LossKind.HOELDER):
         # Twice the decay; a quarter of the smoothness, enough to contract, if that is more.
         largest = float(np.max(event.per_step("weight_decay")))
         limit = 0.5 / (float(np.max(event.per_step("learning_rate"))) or math.inf)
         decay = max(largest, min(max(2 * largest, loss.smoothness / 4), limit))
         text = f"weight decay {decay:g} instead of {_text(event.weight_decay)}"
-        yield text, change(weight_decay=decay), True
+        yield text, change(weight_decay=decay), 2
+
+
+def _shorter_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> Iterator[Change]:
+    """The largest learning rate whose steps stretch nothing; half of it for random sizes."""
+    one_step = event.one_step_if_constant()
+
+    def scaled(run: LastIterateDpEvent, scale: float) -> LastIterateDpEvent:
+        rate = mapped(lambda rate: float(f"{rate * scale:.3g}"), run.learning_rate)
+        return attrs.evolve(run, learning_rate=rate)
+
+    def contracts(scale: float, with_decay: bool) -> bool:
+        then = process_of(scaled(one_step, scale), relation)
+        if then is None:
+            return False
+        limit = then.drift_contraction * _ROUNDED if with_decay else 1.0
+        return bool((then.contraction <= limit).all())
+
+    now = process_of(one_step, relation)
+    if now is None or not 1 < now.contraction.max() < math.inf:
+        return
+    largest = next((scale for scale in _SCALES if contracts(scale, False)), None)
+    if largest is None:  # the clip stretches: a clip norm that never acts is another change
+        return
+    # A rate that is hardly smaller may let the whole decay contract.
+    scale = next((scale for scale in _SCALES if contracts(scale, True)), largest)
+    of = "any batch"
+    if event.batch_order in OF_RANDOM_SIZE:
+        of, scale = "a batch of up to twice the mean size", scale / 2
+    run = scaled(event, scale)
+    is_schedule = isinstance(run.learning_rate, Schedule)
+    text = f"rates times {scale:.3g}" if is_schedule else f"rate {run.learning_rate:g}"
+    text = f"learning {text}: no step on {of} then stretches distances, which now is up to c = "
+    yield f"{text}{now.contraction.max():.4g}", run, 0
 
 
 def _text(value: float | Schedule | None) -> str:
     return "the schedule" if isinstance(value, Schedule) else f"{value:g}"
-
-
-def _length_that_is_clipped(event: LastIterateDpEvent) -> float | None:
-    """The length that no gradient exceeds, where some step clips to less."""
-    longest = None if event.loss is None else event.loss.lipschitz
-    if longest is None or event.clip_norm is None:
-        return None
-    return longest if float(np.min(event.per_step("clip_norm"))) < longest else None
 
 
 def why_nothing_contracts(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
@@ -170,37 +146,14 @@ def why_nothing_contracts(event: LastIterateDpEvent, relation: NeighboringRelati
     c = float(process.contraction.max())
     if c < 1:
         return ""
-    return _NO_SHRINKING if c == 1 else f"a step stretches distances by up to c = {c:.6g}"
+    if c == 1:
+        return "the update does not shrink distances (c = 1)"
+    return f"a step stretches distances by up to c = {c:.6g}"
 
 
 def no_contraction_line(event: LastIterateDpEvent, relation: NeighboringRelation) -> str:
-    """One line on a run whose update does not contract; empty if it does or is projected.
-
-    Args:
-        event: One step of the run. Ten epochs of such steps are looked at, or 50,000 steps.
-        relation: The neighbouring relation.
-    """
+    """One line on a run whose update does not contract; empty if it does or is projected."""
     reason = why_nothing_contracts(event, relation)
     if event.loss is None:
-        return f"{_EQUALS_COMPOSITION}; {reason}"
-    if not reason or event.domain_diameter < math.inf:
-        return ""
-    if event.batch_order not in (BatchOrder.CYCLIC, BatchOrder.FULL):
-        return (
-            f"no contraction: {reason}; what the secret order gains is in get_epsilon (assuming "
-            "the first step's hyper-parameters)"
-        )
-    epochs = min(10, _STEPS_AHEAD // event.batches_per_epoch)
-    if epochs < 2:  # within one epoch the last batch always costs as much as under composition
-        return f"no contraction: {reason} (assuming the first step's hyper-parameters)"
-    ahead = attrs.evolve(event, num_steps=epochs * event.batches_per_epoch)
-    composed = composition_of(ahead, relation)
-    every = math.inf if composed is None else composed.epsilon(_DELTA)
-    gain = best_guarantee(ahead, relation).epsilon(_DELTA) / every if 0 < every < math.inf else 1.0
-    assuming = f"assuming delta = {_DELTA:g} and the first step's hyper-parameters"
-    if gain > 0.999:
-        return f"{_EQUALS_COMPOSITION}; {reason} ({assuming})"
-    return (
-        f"no contraction: {reason}; after {epochs} epochs epsilon is {text_up(gain, 3)} times that "
-        f"of composition, thanks to the noise of the other batches only ({assuming})"
-    )
+        return f"no contraction: epsilon equals composition (each epoch counts); {reason}"
+    return f"no contraction: {reason}" if reason and event.domain_diameter == math.inf else ""

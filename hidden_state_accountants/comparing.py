@@ -16,8 +16,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import pathlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -50,6 +48,7 @@ _STYLES = {_PROVEN: "-", _PUBLISHED: "--", _OTHER_ALGORITHM: ":"}
 _LARGEST_PLD_EPSILON = 200.0
 _MOST_NOISE_LEVELS = 100  # each costs a stock accountant up to seconds
 _MOST_POINTS = 10  # of a line of a picture
+_ROUNDING = 1 + 1e-9  # of equal figures: the first bound in BOUNDS has the name
 
 
 @attrs.frozen
@@ -63,7 +62,6 @@ class Row:
         epsilon: None if the accountant does not apply.
         theorem: The theorem that proves it.
         status: "proven", "published, NOT proven", "ANOTHER ALGORITHM" or "does not apply".
-        seconds: Wall time of the accounting; what one row computes is reused for further deltas.
         note: The condition that fails, or what to know about the row.
     """
 
@@ -73,7 +71,6 @@ class Row:
     epsilon: float | None
     theorem: str
     status: str
-    seconds: float
     note: str
 
 
@@ -116,8 +113,7 @@ class Comparison:
             if row.epsilon is not None and row.accountant != _COMBINED
         }
         smallest = min(rows.values(), default=math.inf)
-        # equal figures differ by rounding: the first bound in BOUNDS has the name
-        return next((row for row in rows if rows[row] <= smallest * (1 + 1e-9)), None)
+        return next((row for row in rows if rows[row] <= smallest * _ROUNDING), None)
 
     def summary(self) -> str:
         """A line for each run and delta: the best accountant and how far ahead it is."""
@@ -160,15 +156,13 @@ class Comparison:
     def to_markdown(self) -> str:
         """One table for each run, a column of epsilons for each delta."""
         head = ["accountant", *(f"epsilon (delta {d:g})" for d in self.deltas)]
-        head += ["status", "theorem", "seconds", "note"]
+        head += ["status", "theorem", "note"]
         parts = []
         for label, event in self.runs:
             table = [head, ["---"] * len(head)]
             for name, group in self.rows_of(label).items():
                 epsilons = ["-" if r.epsilon is None else text_up(r.epsilon) for r in group]
-                seconds = f"{sum(r.seconds for r in group):.3f}"
-                first = group[0]
-                table.append([name, *epsilons, first.status, first.theorem, seconds, first.note])
+                table.append([name, *epsilons, group[0].status, group[0].theorem, group[0].note])
             parts += [f"**{label}**: `{event!r}`, {self.neighboring_relation.name}", ""]
             parts += ["| " + " | ".join(map(_cell, line)) + " |" for line in table] + [""]
         return "\n".join([*parts, self.summary()])
@@ -176,31 +170,37 @@ class Comparison:
     def __str__(self) -> str:
         return self.to_markdown()
 
-    def plot(self, path: str | os.PathLike[str], *, progress: Progress | None = None) -> None:
-        """Draws epsilon at the first delta against epochs for every row, a panel for each run.
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws epsilon at the first delta against epochs, a line a row and a panel a run.
 
         Args:
             path: Where to write the picture; the ending chooses the format. Needs matplotlib.
-            progress: Receives a line of text at each stage.
 
         Raises:
             ImportError: matplotlib is missing.
-            ValueError: The path is not that of a picture.
+            ValueError: matplotlib does not know the ending.
         """
-        check_path(path)
-        delta = self.deltas[0]
-        points = [(run, epochs) for run in self.runs for epochs in plotted_epochs(run[1])]
-        lines: dict[str, dict[tuple[str, str], list[tuple[float, float]]]] = {}
-        for index, ((label, event), epochs) in enumerate(points, start=1):
-            found = lines.setdefault(_title(label, event), {})
-            part = first_epochs(event, epochs)
-            for row in _rows(label, part, (delta,), self.neighboring_relation):
-                if row.epsilon is not None and row.accountant != _COMBINED:
-                    key = row.accountant, _STYLES[row.status]
-                    found.setdefault(key, []).append((epochs, row.epsilon))
-            if progress is not None:
-                progress(f"plot: point {index} of {len(points)}")
-        draw_epsilons(lines, path, delta, self.neighboring_relation.name)
+        figure, delta = new_figure(10.5, 5.0 * len(self.runs)), self.deltas[0]
+        figure.suptitle(
+            f"delta = {delta:g}, {self.neighboring_relation.name}; dashed: NOT PROVEN; dotted: "
+            "ANOTHER ALGORITHM"
+        )
+        axes = figure.subplots(len(self.runs), squeeze=False).flat
+        for (label, event), axis in zip(self.runs, axes, strict=True):
+            lines: dict[tuple[str, str], list[tuple[int, float]]] = {}
+            total = -(-int(event.num_steps) // int(event.batches_per_epoch))
+            for epochs in sorted({round(n) for n in np.geomspace(1, total, _MOST_POINTS)}):
+                part = first_epochs(event, epochs)
+                for row in _rows(label, part, (delta,), self.neighboring_relation):
+                    if row.epsilon is not None and row.accountant != _COMBINED:
+                        points = lines.setdefault((row.accountant, row.status), [])
+                        points.append((epochs, row.epsilon or math.nan))
+            for (name, status), points in lines.items():
+                axis.plot(*zip(*points, strict=True), _STYLES[status], marker="o", label=name)
+            axis.set(title=label, xscale="log", yscale="log", ylabel="epsilon")
+            axis.set_xlabel("epochs (the run is cut off there and its iterate released)")
+            axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
+        figure.savefig(path, dpi=150)
 
 
 def compare(
@@ -265,13 +265,6 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def _title(label: str, event: Any) -> str:
-    order = getattr(event, "batch_order", None)
-    parts = [f"{label}:", f"{order.value.replace('_', ' ')} batches," if order else "blocks,"]
-    parts.append(f"{event.batch_size:,} of {event.dataset_size:,} records")
-    return " ".join(parts)
-
-
 def position_profile(
     event: dp_accounting.DpEvent,
     delta: float = 1e-5,
@@ -312,12 +305,6 @@ def position_profile(
     return np.array([min(whole, epsilon_from_mu(mu, delta)) for mu in mus.tolist()])
 
 
-def plotted_epochs(event: Any) -> list[int]:
-    """Numbers of epochs from 1 to all, evenly spaced on a logarithmic axis."""
-    total = -(-int(event.num_steps) // int(event.batches_per_epoch))
-    return sorted({round(n) for n in np.geomspace(1, total, _MOST_POINTS)})
-
-
 def first_epochs(event: Any, epochs: int) -> Any:
     """The run cut off after its first epochs."""
     steps = min(event.num_steps, epochs * event.batches_per_epoch)
@@ -333,7 +320,18 @@ def first_epochs(event: Any, epochs: int) -> Any:
     return attrs.evolve(event, **changes)
 
 
-# One row: what one accountant says about one run
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib figure that needs no display; ImportError says how to install matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ImportError(
+            "Plots need matplotlib: pip install 'hidden-state-accountants[plot]'"
+        ) from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+# What one accountant says about one run
 
 
 @attrs.frozen
@@ -352,19 +350,16 @@ def _rows(
     tell: Progress = lambda line: None,
 ) -> Iterator[Row]:
     """A row for each accountant and delta; `tell` hears of each accountant before it is asked."""
-    methods = dict(_methods(event, relation))
-    for index, (name, evaluate) in enumerate(methods.items(), start=1):
+    methods = list(_methods(event, relation))
+    for index, (name, evaluate) in enumerate(methods, start=1):
         tell(f"compare: {label}, accountant {index} of {len(methods)}: {name}")
-        start = time.perf_counter()
         try:
             found = evaluate()
         except UnsupportedRunError as error:
             found = _Result(None, "", _UNMET, str(error))
         for delta in deltas:
             epsilon = None if found.epsilon is None else float(found.epsilon(delta))
-            seconds = time.perf_counter() - start
-            yield Row(label, name, delta, epsilon, found.theorem, found.status, seconds, found.note)
-            start = time.perf_counter()
+            yield Row(label, name, delta, epsilon, found.theorem, found.status, found.note)
 
 
 def _methods(
@@ -441,96 +436,3 @@ def _poisson(event: LastIterateDpEvent, relation: NeighboringRelation) -> _Resul
         note="the same noise, but every record joins every batch independently with probability "
         f"{event.batch_size}/{event.dataset_size}; every iterate may be released",
     )
-
-
-# Pictures; matplotlib is needed only when one is drawn
-
-# Okabe and Ito, then Tol: told apart with any colour vision. The markers repeat later.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#882255",
-           "#999933", "#44AA99")  # fmt: skip
-_MARKERS = "osD^vPX<>*p"
-
-
-def new_figure(width: float, height: float) -> Any:
-    """A matplotlib figure that needs no display.
-
-    Raises:
-        ImportError: matplotlib is missing; the text says how to install it.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ImportError(
-            "Plots need matplotlib: pip install 'hidden-state-accountants[plot]'"
-        ) from None
-    return Figure(figsize=(width, height), layout="constrained")
-
-
-def check_path(path: str | os.PathLike[str]) -> None:
-    """Raises ImportError or ValueError where no picture can be written: asked before long work."""
-    known = new_figure(1.0, 1.0).canvas.get_supported_filetypes()
-    place = pathlib.Path(path)
-    if place.suffix.lstrip(".").lower() not in known or not place.parent.is_dir():
-        raise ValueError(
-            "Expected a path of the plot, in a folder that there is, that ends in .png, .svg or "
-            f".pdf, got {str(path)!r}."
-        )
-
-
-def draw_epsilons(
-    panels: Mapping[str, Mapping[tuple[str, str], Sequence[tuple[float, float]]]],
-    path: str | os.PathLike[str],
-    delta: float,
-    relation: str,
-) -> None:
-    """Epsilon against epochs between logarithmic axes, one panel for each run.
-
-    Panels are the (epochs, epsilon) of lines by name and style of matplotlib, by title; lines of
-    one name have one colour.
-    """
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = new_figure(10.5 * columns, 5.0 * rows)
-    from matplotlib.ticker import LogFormatter
-
-    axes = figure.subplots(rows, columns, squeeze=False).flat
-    names = list(dict.fromkeys(name for lines in panels.values() for name, _ in lines))
-    for (heading, lines), axis in zip(panels.items(), axes, strict=False):
-        axis.set(
-            title=heading,
-            xlabel="epochs (the run is cut off there and its iterate released)",
-            ylabel=f"epsilon at delta = {delta:g}",
-            xscale="log",
-            yscale="log",
-        )
-        axis.grid(True, which="both", alpha=0.25)
-        drawn = [
-            (name, style, finite)
-            for (name, style), points in lines.items()
-            if (finite := [(x, y) for x, y in points if 0 < y < math.inf])
-        ]
-        # The legend in the order of the lines; of lines on top of each other all are seen.
-        drawn.sort(key=lambda line: -line[2][-1][1])
-        for rank, (name, style, points) in enumerate(drawn):
-            index = names.index(name)
-            axis.plot(
-                *zip(*points, strict=True),
-                linestyle=style,
-                linewidth=max(1.8, 4.5 - rank),
-                marker=_MARKERS[index % len(_MARKERS)],
-                markersize=5,
-                color=_COLORS[index % len(_COLORS)],
-                label=f"{name}: {text_up(points[-1][1], 3)} at the end",
-            )
-        if drawn:
-            axis.legend(fontsize=9, loc="center left", bbox_to_anchor=(1.01, 0.5))
-        for side in (axis.xaxis, axis.yaxis):
-            side.set_major_formatter("{x:g}")
-            side.set_minor_formatter(LogFormatter())
-    for axis in axes:
-        axis.set_visible(False)  # the panel that is left over
-    figure.suptitle(
-        f"Epsilon of a training run, by accountant\n(delta = {delta:g}, neighboring relation "
-        f"{relation}; lower is better; dashed: NOT PROVEN; dotted: ANOTHER ALGORITHM)"
-    )
-    figure.savefig(path, dpi=150)

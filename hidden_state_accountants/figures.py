@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
@@ -44,6 +44,13 @@ def fixed_up(value: float, decimals: int) -> str:
     if math.isfinite(value) and float(text) < value:
         text = f"{float(text) + 10.0**-decimals:.{decimals}f}"
     return text
+
+
+def table(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of rows of texts, in columns that are flush right."""
+    cells = list(rows)
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(map(str.rjust, row, widths)) for row in cells]
 
 
 def finite(value: Any) -> Any:

@@ -18,6 +18,7 @@ from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule
 from hidden_state_accountants.figures import text_up
+from hidden_state_accountants.guarantee import change_lines
 from hidden_state_accountants.process.noisy_process import process_of
 
 _ONLY = "only with these batches"
@@ -91,9 +92,7 @@ class Gain:
                 f"{text_up(self.noise_multiplier, 4)} instead of {self.event.noise_multiplier:g}"
             )
         lines += [f"reason: {self.reason}"] if self.reason else []
-        if self.change is not None:
-            description, changed = self.change
-            lines.append(f"one change: {description}: epsilon {last} -> {text_up(changed, 4)}")
+        lines += change_lines(self.epsilon, [self.change] if self.change else ())
         return "\n".join([*lines, f"theorem: {self.theorem}"])
 
 
@@ -129,17 +128,21 @@ def would_gain(
     relation = validate.neighboring_relation(neighboring_relation)
     guarantee = LastIterateAccountant(relation).compose(event).guarantee
     epsilon = guarantee.epsilon(delta)
+
+    def of_all(run: LastIterateDpEvent) -> float:
+        composed = composition_of(run, relation)
+        return math.inf if composed is None else composed.epsilon(delta)
+
     poisson = math.inf
     if event.batch_order not in (BatchOrder.POISSON, BatchOrder.FULL):
-        twin = attrs.evolve(event, batch_order=BatchOrder.POISSON, max_batch_size=None)
-        poisson = _of_all(twin, relation, delta)
+        poisson = of_all(attrs.evolve(event, batch_order=BatchOrder.POISSON, max_batch_size=None))
     gain = Gain(
         event=event,
         delta=delta,
         neighboring_relation=relation,
         epsilon=epsilon,
         theorem=guarantee.theorem,
-        every_iterate=_of_all(event, relation, delta),
+        every_iterate=of_all(event),
         with_poisson_batches=poisson,
         change=next(iter(single_changes(event, relation, delta, epsilon)), None),
     )
@@ -153,8 +156,3 @@ def would_gain(
         return gain
     options: Any = {"neighboring_relation": relation, "tolerance": _TOLERANCE}
     return attrs.evolve(gain, noise_multiplier=calibrate_noise(gain.stock, delta, event, **options))
-
-
-def _of_all(event: LastIterateDpEvent, relation: NeighboringRelation, delta: float) -> float:
-    composed = composition_of(event, relation)
-    return math.inf if composed is None else composed.epsilon(delta)

@@ -6,24 +6,18 @@ learning rate is the least of
 
 .. math:: \frac{\kappa\, n \mu}{C T}, \qquad \frac{k}{2 M}, \qquad \frac{\max(10^4, 3\, n)}{2 M T}
 
-for the Lipschitz constant M of the gradient, with k = 64; where the steps must not stretch
-distances, and for the squared error with k = 4, it is divided by the square root of the number of
-batches per epoch. The weights start at zero, the rate stays constant and nothing decays. With the
-first term the noise in every weight has the standard deviation :math:`\kappa` F, whatever the data
-are: F is the noise factor, the noise in the sum of all gradients over that of full batches.
-:math:`\kappa` is .2 for the squared error, else 1.4, and up to four times as much where the noise
-is small beside the longest gradient that there can be: by :math:`n \mu / (35 \sqrt d)` for d
-weights.
+for the Lipschitz constant M of the gradient. With the first term the noise in every weight has the
+standard deviation :math:`\kappa` F, whatever the data are: F, the noise factor, is the noise in the
+sum of all gradients over that of full batches. An epoch has the fewest batches with which the
+second term is not the least one. docs/recommend.md has the constants and where they come from.
 
-Full batches may have momentum (heavy ball). Every noisy gradient is accounted as if it were
-released, so that whatever is computed from them costs nothing more, and momentum makes up for what
-the second term takes: with momentum :math:`\beta` steps go :math:`1/(1 - \beta)` times as far, so
-that :math:`1 - \beta` is the second term over the least of the two others, and at least .03.
+Full batches may have momentum (heavy ball): every noisy gradient is accounted as if it were
+released, so that whatever is computed from them costs nothing more.
 
 >>> import hidden_state_accountants as hsa
 >>> found = hsa.recommend(1500, 1.0, 1e-5, classes=10, orders=["cyclic", "full"], epochs=64)
 >>> [(c.event.batch_order.value, c.event.batch_size) for c in found]
-[('full', 1500), ('cyclic', 375), ('cyclic', 75)]
+[('full', 1500), ('cyclic', 375)]
 >>> found.best.event.learning_rate
 29.32
 """
@@ -49,72 +43,78 @@ from hidden_state_accountants.events.batch_order import (
 )
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.loss_geometry import LossGeometry, square_norm
-from hidden_state_accountants.figures import round_up, text_up
+from hidden_state_accountants.figures import round_up, table, text_up
 from hidden_state_accountants.guarantee import Guarantee
 from hidden_state_accountants.losses.envelope import LEAST_SOFTMAX_CLIP_NORM as LEAST_CLIP_NORM
 from hidden_state_accountants.losses.envelope import check_clip_norm, envelope_smoothing
 from hidden_state_accountants.process.stretching import likely_size
 
-ORDERS = (
-    BatchOrder.POISSON,
-    BatchOrder.FULL,
-    BatchOrder.BALLS_IN_BINS,
-    BatchOrder.SHUFFLED_ONCE,
-    BatchOrder.CYCLIC,
-)
+_REASONS = {
+    BatchOrder.POISSON: (
+        "composition with random batches: nothing about the last iterate is used, every iterate "
+        "may be released. Stock Opacus does this."
+    ),
+    BatchOrder.FULL: (
+        "composition with full batches: no order to keep secret, every iterate may be released. "
+        "Stock Opacus does this, with poisson_sampling=False and one batch."
+    ),
+    BatchOrder.BALLS_IN_BINS: (
+        "last iterate only: every record in one batch of an epoch, which it draws by itself, once; "
+        "the draws must stay secret."
+    ),
+    BatchOrder.SHUFFLED_ONCE: (
+        "last iterate only: batches of a fixed size in one order, which must stay secret."
+    ),
+    BatchOrder.CYCLIC: "last iterate only: batches of a fixed size in an order that may be public.",
+}
+ORDERS = tuple(_REASONS)
 _COMPOSED = (BatchOrder.POISSON, BatchOrder.FULL)
-_BATCHES = (4, 20, 100, 400)  # per epoch
+_BATCHES = (4, 20, 100)  # per epoch; with more the noise of hidden runs grows as fast as they reach
 _LEAST_BATCH = 50  # records; smaller batches have not been measured
-_EVALUATIONS = 8_000_000  # that a long run may take
 _SHORT, _LONG = 16, 64  # epochs
-_K, _K_OF_TARGETS = 64.0, 4.0  # 2 M times the longest rate
-_KAPPA = 1.4
-_KAPPA_OF_TARGETS = 0.2  # half ranges: a prediction of a number has a scale
+_EVALUATIONS = 8_000_000  # gradients that a long run may take: minutes on one core
 # The longest gradient over the noise in one of all records. Above it what is not fitted yet costs
-# more than noise does, and the noise in a weight may be up to so many times _KAPPA.
+# more than noise does, and the noise in a weight may be up to so many times kappa.
 _CLEAR, _MOST_KAPPA = 35.0, 4.0
 # Total learning rate at which a linear model without noise begins to learn single records: like a
 # weight decay of its inverse, which need not be less than about 1/n.
 _LONGEST, _LONGEST_PER_RECORD = 1e4, 3.0
-_TOLERANCE = 1e-3  # relative, of the noise multiplier
-_ROUNDING = 1e-9  # of mu
+_TOLERANCE, _TOLERANCE_OF_FULL = 1e-3, 1e-9  # relative, of the noise; full batches are quick
 _DIGITS = 6  # of the noise, rounded up: what is printed is what is accounted
-_OF_EACH_ORDER = 2  # runs with exact figures
-# More would not come to rest in 64 steps; what does not fade swings the longest.
-_MOST_MOMENTUM, _MOST_OF_TARGETS = 0.97, 0.9
 
 
 @attrs.frozen
-class RecommendedLoss:
-    """A loss of a linear model, and how it is kept short.
+class _Loss:
+    """A loss of a linear model, and the constants of the recipe for it."""
 
-    Attributes:
-        name: Name of the constructor of `LossGeometry`.
-        clip_norm: C, of the gradient in the predictions.
-        fades: True if its curvature falls as it is fitted, and with it the noise of long steps.
-        plain: The name of its criterion in the adapter for Opacus, and
-        envelope: that of its envelope.
-    """
-
-    name: str
-    clip_norm: float
-    fades: bool
-    plain: str
+    name: str  # constructor of LossGeometry
+    clip_norm: float  # of the gradient in the predictions
+    kappa: float
+    k: float
+    most_momentum: float  # more would not come to rest in 64 steps
+    fades: bool  # its curvature falls as it is fitted, and with it the noise of long steps
+    plain: str  # its criterion in the adapter for Opacus
     envelope: str
 
     @property
     def curvature(self) -> float:
-        """The Lipschitz constant of the gradient in the predictions, M."""
-        plain: LossGeometry = getattr(LossGeometry, self.name)(1.0)
-        return plain.smoothness
+        """Lipschitz constant of the gradient in the predictions, M."""
+        geometry: LossGeometry = getattr(LossGeometry, self.name)(1.0)
+        return geometry.smoothness
 
 
-_KNOWN = (
-    ("softmax_cross_entropy", 0.3, True, "CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
-    ("logistic", 0.3, True, "BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
-    ("squared_error", 0.1, False, "MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
-)
-LOSSES = {row[0]: RecommendedLoss(*row) for row in _KNOWN}
+# The noise in a prediction of a number counts in units of the number: there kappa is small.
+LOSSES = {
+    loss.name: loss
+    for loss in (
+        _Loss("softmax_cross_entropy", 0.3, 1.4, 64.0, 0.97, True,
+              "CrossEntropyLoss", "EnvelopeCrossEntropyLoss"),
+        _Loss("logistic", 0.3, 1.4, 64.0, 0.97, True,
+              "BCEWithLogitsLoss", "EnvelopeBCEWithLogitsLoss"),
+        _Loss("squared_error", 0.1, 0.2, 4.0, 0.9, False,
+              "MSELoss on half the squares", "EnvelopeSquaredErrorLoss"),
+    )
+}  # fmt: skip
 
 
 @attrs.frozen(eq=False)
@@ -154,6 +154,11 @@ class Candidate:
     momentum: float = 0.0
 
     @property
+    def score(self) -> float:
+        """Noise for the distance that is wanted, over the least: `noise_factor / reach`."""
+        return self.noise_factor / self.reach
+
+    @property
     def gradient_evaluations(self) -> int:
         """Gradients of single records that the run computes (of POISSON batches: on average)."""
         return self.event.num_steps * self.event.batch_size
@@ -166,23 +171,10 @@ class Candidate:
     @property
     def criterion(self) -> str:
         """The loss to train with, as a constructor of the adapter for Opacus."""
-        loss = LOSSES[self.loss]
         if self.smoothing is None:
-            return loss.plain
+            return LOSSES[self.loss].plain
         smoothing = text_up(self.smoothing, 8)
-        return f"{loss.envelope}(clip_norm={self.clip_norm:g}, smoothing={smoothing})"
-
-    @property
-    def score(self) -> float:
-        """Key of the ranking; smaller is better. Differences below 0.05 mean nothing.
-
-        What the accuracy falls with: fitted to measurements in docs/recommend.md.
-        """
-        saturation = 0.05 * math.log1p((self.smoothing or 0.0) * LOSSES[self.loss].curvature)
-        few_steps = 3 / self.event.num_steps
-        cost = 0.01 * math.log2(self.epochs)
-        lacks = math.log(self.noise_factor) + 0.15 * math.log(self.reach) ** 2
-        return lacks + few_steps + saturation + cost
+        return f"{LOSSES[self.loss].envelope}(clip_norm={self.clip_norm:g}, smoothing={smoothing})"
 
     @property
     def reason(self) -> str:
@@ -212,39 +204,13 @@ class Candidate:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
+        names = ("criterion", "momentum", "noise_factor", "gradient_evaluations", "target_epsilon",
+                 "delta", "is_composition", "score", "reason")  # fmt: skip
         return {
             "event": self.event.to_dict(),
-            "criterion": self.criterion,
-            "momentum": self.momentum,
-            "noise_factor": self.noise_factor,
-            "gradient_evaluations": self.gradient_evaluations,
-            "target_epsilon": self.target_epsilon,
-            "delta": self.delta,
             "neighboring_relation": self.neighboring_relation.name,
-            "is_composition": self.is_composition,
-            "score": self.score,
-            "reason": self.reason,
+            **{name: getattr(self, name) for name in names},
         }
-
-
-_REASONS = {
-    BatchOrder.POISSON: (
-        "composition with random batches: nothing about the last iterate is used, every iterate "
-        "may be released. Stock Opacus does this."
-    ),
-    BatchOrder.FULL: (
-        "composition with full batches: no order to keep secret, every iterate may be released. "
-        "Stock Opacus does this, with poisson_sampling=False and one batch."
-    ),
-    BatchOrder.SHUFFLED_ONCE: (
-        "last iterate only: batches of a fixed size in one order, which must stay secret."
-    ),
-    BatchOrder.CYCLIC: "last iterate only: batches of a fixed size in an order that may be public.",
-    BatchOrder.BALLS_IN_BINS: (
-        "last iterate only: every record in one batch of an epoch, which it draws by itself, once; "
-        "the draws must stay secret."
-    ),
-}
 
 
 class Recommendation(tuple[Candidate, ...]):
@@ -264,13 +230,11 @@ class Recommendation(tuple[Candidate, ...]):
     def __str__(self) -> str:
         """A table, and what to do with its first row."""
         head = ("order", "batch", "epochs", "noise", "clip", "rate", "factor", "gradients")
-        rows = [head, *map(_cells, self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        best, relation = self.best, self.best.neighboring_relation.name
+        best = self.best
         lines = [
             f"epsilon <= {text_up(best.target_epsilon)} at delta = {best.delta:g} "
-            f"({relation}), best first:",
-            *("  ".join(map(str.rjust, row, widths)) for row in rows),
+            f"({best.neighboring_relation.name}), best first:",
+            *table([head, *map(_cells, self)]),
             f"{best.event.batch_order.value}: {best.reason}",
             f"criterion: {best.criterion}; clip norm in the parameters {best.event.clip_norm!r}",
         ]
@@ -314,10 +278,10 @@ def recommend(
 ) -> Recommendation:
     """Complete runs that train a linear model with (epsilon, delta), the best first.
 
-    Nothing here looks at records, so the choice costs no privacy: all arguments are public. The
-    ranking is by the noise factor, by whether the steps are enough for the total learning rate that
-    the noise allows, and, where that makes no difference, by cost. Composition is among the
-    candidates: where it is as good as hiding the iterates, it comes first.
+    Nothing here looks at records, so the choice costs no privacy: all arguments are public. Of
+    every order and length there is one run. They are ranked by the noise for the total learning
+    rate that is wanted, up to a hundredth, and then by the number of steps. Composition is among
+    them: where it is as good as hiding the iterates, it comes first.
 
     Formal guarantees: the noise multipliers are those of `calibrate_noise`, rounded up, so that
     `LastIterateAccountant` gives every event an epsilon that is not above the target. What the
@@ -352,17 +316,18 @@ def recommend(
     """
     n = validate.integer("n", n, minimum=2)
     validate.target_pair(epsilon, delta, ("epsilon", "delta"))
-    if features is not None:
-        features = validate.integer("features", features, minimum=1)
     classes = validate.integer("classes", classes, minimum=2)
     found_loss = _loss(loss, classes, clip_norm)
-    outputs = classes if found_loss.name == "softmax_cross_entropy" else 1
+    weights = None
+    if features is not None:
+        outputs = classes if found_loss.name == "softmax_cross_entropy" else 1
+        weights = (validate.integer("features", features, minimum=1) + bias) * outputs
     task = _Task(
         n=n,
         epsilon=validate.real("epsilon", epsilon, above=0),
         delta=validate.real("delta", delta, above=0),
         loss=found_loss,
-        weights=None if features is None else (features + bias) * outputs,
+        weights=weights,
         decay=validate.magnitude("weight_decay", weight_decay),
         square=square_norm(feature_norm, bias),
         feature_norm=float(feature_norm),
@@ -370,24 +335,18 @@ def recommend(
         relation=validate.neighboring_relation(neighboring_relation),
         spent=spent,
     )
+    lengths = (_LONG, _SHORT) if n * _LONG <= _EVALUATIONS else (_SHORT,)
     if epochs is not None:
-        lengths: Sequence[int] = (validate.integer("epochs", epochs, minimum=1),)
-    else:
-        lengths = (_SHORT, _LONG) if n * _LONG <= _EVALUATIONS else (_SHORT,)
+        lengths = (validate.integer("epochs", epochs, minimum=1),)
     found = []
     for order in _orders(orders, task.relation):
         has_momentum = momentum and order is BatchOrder.FULL
-        plans = [
-            task.plan(order, split, length, has_momentum)
-            for length in ((_LONG,) if has_momentum and epochs is None else lengths)
-            for split in _splits(order, n)
-        ]
-        plans.sort(key=lambda plan: plan.score)
-        found += [task.with_noise(plan) for plan in plans[:_OF_EACH_ORDER]]
-    return Recommendation(sorted(found, key=lambda candidate: candidate.score))
+        for length in (_LONG,) if has_momentum and epochs is None else lengths:
+            found.append(task.candidate(order, length, has_momentum))
+    return Recommendation(sorted(found, key=lambda c: (round(c.score, 2), -c.event.num_steps)))
 
 
-def _loss(name: str | None, classes: int, clip_norm: float | None) -> RecommendedLoss:
+def _loss(name: str | None, classes: int, clip_norm: float | None) -> _Loss:
     if name is None:
         name = "logistic" if classes == 2 else "softmax_cross_entropy"
     if name not in LOSSES:
@@ -416,13 +375,6 @@ def _orders(
     return covered
 
 
-def _splits(order: BatchOrder, n: int) -> Sequence[int]:
-    """Batches per epoch."""
-    if order is BatchOrder.FULL:
-        return (1,)
-    return [split for split in _BATCHES if n >= split * _LEAST_BATCH] or [min(4, n)]
-
-
 @attrs.frozen
 class _Task:
     """The target, and the loss on records of a bounded norm."""
@@ -430,7 +382,7 @@ class _Task:
     n: int
     epsilon: float
     delta: float
-    loss: RecommendedLoss
+    loss: _Loss
     weights: int | None
     decay: float
     square: float
@@ -446,69 +398,49 @@ class _Task:
         return mu / sensitivity_in_clip_norms(BatchOrder.FULL, self.relation)
 
     @property
-    def kappa(self) -> float:
-        """The standard deviation that the noise in a weight may have, for features of norm 1."""
-        if self.weights is None or not self.loss.fades:  # a prediction has a scale of its own
-            return _KAPPA if self.loss.fades else _KAPPA_OF_TARGETS
-        clear = self.n * self.mu / math.sqrt(self.weights)
-        return _KAPPA * min(max(clear / _CLEAR, 1.0), _MOST_KAPPA)
+    def total(self) -> float:
+        """Total learning rate for features of norm 1 that noise and data ask for."""
+        kappa = self.loss.kappa
+        if self.weights is not None and self.loss.fades:
+            clear = self.n * self.mu / math.sqrt(self.weights)
+            kappa *= min(max(clear / _CLEAR, 1.0), _MOST_KAPPA)
+        longest = max(_LONGEST, _LONGEST_PER_RECORD * self.n) * 0.5 / self.loss.curvature
+        return min(kappa * self.n * self.mu / self.loss.clip_norm, longest)
 
-    def plan(self, order: BatchOrder, split: int, epochs: int, has_momentum: bool) -> Candidate:
-        """The recipe for one order, number of batches per epoch and length.
+    def steepest(self, order: BatchOrder, split: int) -> float:
+        """The longest rate for features of norm 1."""
+        longest = self.loss.k * 0.5 / self.loss.curvature
+        if order in _COMPOSED and self.loss.fades:
+            return longest
+        return longest / math.sqrt(split)  # hidden runs are smoothed by as much, and saturate
 
-        The noise multiplier is still to be found, and the noise factor an estimate, which decides
-        only which plans are worth an exact figure.
-        """
-        loss, steps, composed = self.loss, split * epochs, order in _COMPOSED
-        flatness = 0.5 / loss.curvature
-        # Learning rates for features of norm 1: what noise and data ask for, and what steps take.
-        longest = max(_LONGEST, _LONGEST_PER_RECORD * self.n) * flatness
-        wanted = min(self.kappa * self.n * self.mu / loss.clip_norm, longest) / steps
-        steepest = (_K if loss.fades else _K_OF_TARGETS) * flatness
-        if not composed or not loss.fades:  # hidden runs are smoothed by as much, and saturate
-            steepest /= math.sqrt(split)
+    def candidate(self, order: BatchOrder, epochs: int, has_momentum: bool) -> Candidate:
+        """The run of the recipe with the noise that it needs."""
+        splits = [s for s in _BATCHES if self.n >= s * _LEAST_BATCH] or [min(4, self.n)]
+        splits = [1] if order is BatchOrder.FULL else splits
+        enough = (s for s in splits if self.total / (s * epochs) <= self.steepest(order, s))
+        split = next(enough, splits[-1])
+        wanted = self.total / (split * epochs)
         decay = self.decay / self.square
-        rate = min(wanted, steepest, 0.5 / decay if decay else math.inf)  # rate * decay < 1
+        rate = min(wanted, self.steepest(order, split), 0.5 / decay if decay else math.inf)
         momentum = 0.0
         if has_momentum:  # makes up for a rate below the one wanted, as far as it may
-            most = _MOST_MOMENTUM if loss.fades else _MOST_OF_TARGETS
-            momentum = min(round(1 - rate / wanted, 4), most)
-        learning_rate = float(f"{rate / self.square:.4g}")  # with the digits that are printed
-        has_bins = order is BatchOrder.BALLS_IN_BINS
-        size = -(-self.n // split) if has_bins else self.n // split
-        event = LastIterateDpEvent(
-            noise_multiplier=1.0,
-            learning_rate=learning_rate,
-            weight_decay=self.decay,
-            # A little above the gradient bound of the envelope, so that rounding never clips.
-            clip_norm=_just_above(loss.clip_norm * math.sqrt(self.square)),
-            batch_size=size,
-            dataset_size=self.n if composed or has_bins else size * split,
-            num_steps=steps,
-            batch_order=order,
+            momentum = min(round(1 - rate / wanted, 4), self.loss.most_momentum)
+        event, smoothing = self._run(order, split, epochs, rate)
+        noise = calibrate_noise(
+            self.epsilon,
+            self.delta,
+            lambda noise: _beside(self.spent, attrs.evolve(event, noise_multiplier=noise)),
+            neighboring_relation=self.relation,
+            tolerance=_TOLERANCE if split > 1 else _TOLERANCE_OF_FULL,
         )
-        smoothing = None  # composition asks for nothing of the loss
-        if not composed:
-            # A large batch acts at a larger rate.
-            largest = likely_size(event, self.relation)[0] if has_bins else size
-            smoothing = envelope_smoothing(
-                learning_rate * largest / size,
-                curvature=loss.curvature,
-                feature_norm=self.feature_norm,
-                bias=self.bias,
-                weight_decay=self.decay,
-            )
-            geometry = getattr(LossGeometry, f"envelope_{loss.name}")(
-                self.feature_norm, self.bias, clip_norm=loss.clip_norm, smoothing=smoothing
-            )
-            event = attrs.evolve(event, loss=geometry)
         return Candidate(
-            event=event,
-            loss=loss.name,
-            clip_norm=loss.clip_norm,
+            event=attrs.evolve(event, noise_multiplier=round_up(noise, _DIGITS)),
+            loss=self.loss.name,
+            clip_norm=self.loss.clip_norm,
             smoothing=smoothing,
             epochs=epochs,
-            noise_factor=self._estimated_factor(order, split, epochs),
+            noise_factor=noise * self.mu * math.sqrt(split / epochs),
             reach=rate / (1 - momentum) / wanted,
             target_epsilon=self.epsilon,
             delta=self.delta,
@@ -518,45 +450,40 @@ class _Task:
             momentum=momentum,
         )
 
-    def _estimated_factor(self, order: BatchOrder, split: int, epochs: int) -> float:
-        """By central limit theorem, and for a record in the last batch."""
-        if order is BatchOrder.FULL:
-            return 1.0
-        if order is BatchOrder.POISSON:
-            rounds = (self.mu * split) ** 2 / (split * epochs)
-            noise = 1 / math.sqrt(math.log1p(rounds))
-            return noise * self.mu * math.sqrt(split / epochs)
-        positions = split if order is BatchOrder.CYCLIC else split / 2
-        return math.sqrt(1 + (positions - 1) / epochs)
-
-    def with_noise(self, plan: Candidate) -> Candidate:
-        """The run with the noise that it needs."""
-        noise, event = None, plan.event
-        if event.batch_order is BatchOrder.FULL:
-            noise = self._noise_of_full_batches(event.num_steps)
-        if noise is None:
-            noise = calibrate_noise(
-                self.epsilon,
-                self.delta,
-                lambda z: _beside(self.spent, attrs.evolve(event, noise_multiplier=z)),
-                neighboring_relation=self.relation,
-                tolerance=_TOLERANCE,
-            )
-        split = event.num_steps // plan.epochs
-        return attrs.evolve(
-            plan,
-            event=attrs.evolve(event, noise_multiplier=round_up(noise, _DIGITS)),
-            noise_factor=noise * self.mu * math.sqrt(split / plan.epochs),
+    def _run(
+        self, order: BatchOrder, split: int, epochs: int, rate: float
+    ) -> tuple[LastIterateDpEvent, float | None]:
+        """The run with the noise still to be found, and the smoothing of an envelope."""
+        has_bins = order is BatchOrder.BALLS_IN_BINS
+        size = -(-self.n // split) if has_bins else self.n // split
+        learning_rate = float(f"{rate / self.square:.4g}")  # with the digits that are printed
+        event = LastIterateDpEvent(
+            noise_multiplier=1.0,
+            learning_rate=learning_rate,
+            weight_decay=self.decay,
+            # A little above the gradient bound of the envelope, so that rounding never clips.
+            clip_norm=_just_above(self.loss.clip_norm * math.sqrt(self.square)),
+            batch_size=size,
+            dataset_size=self.n if order in _COMPOSED or has_bins else size * split,
+            num_steps=split * epochs,
+            batch_order=order,
         )
-
-    def _noise_of_full_batches(self, steps: int) -> float | None:
-        """The multiplier, in closed form: squares of mu add up. None beside what has no mu."""
-        spent: float | None = 0.0
-        if self.spent is not None:
-            spent = LastIterateAccountant(self.relation).compose(self.spent).guarantee.mu
-        clips = sensitivity_in_clip_norms(BatchOrder.FULL, self.relation)
-        left = -1.0 if spent is None else (clips * self.mu) ** 2 - spent**2
-        return clips * math.sqrt(steps / left) * (1 + _ROUNDING) if left > 0 else None
+        if order in _COMPOSED:  # which asks for nothing of the loss
+            return event, None
+        # A large batch acts at a larger rate.
+        largest = likely_size(event, self.relation)[0] if has_bins else size
+        smoothing = envelope_smoothing(
+            learning_rate * largest / size,
+            curvature=self.loss.curvature,
+            feature_norm=self.feature_norm,
+            bias=self.bias,
+            weight_decay=self.decay,
+        )
+        envelope = getattr(LossGeometry, f"envelope_{self.loss.name}")
+        loss = envelope(
+            self.feature_norm, self.bias, clip_norm=self.loss.clip_norm, smoothing=smoothing
+        )
+        return attrs.evolve(event, loss=loss), smoothing
 
 
 def _beside(spent: dp_accounting.DpEvent | None, event: LastIterateDpEvent) -> Any:

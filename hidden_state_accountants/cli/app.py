@@ -6,18 +6,19 @@ import logging
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import attrs
+import dp_accounting
 import typer
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.cli import output
-from hidden_state_accountants.figures import large_delta, round_up
-
-if TYPE_CHECKING:  # the help needs nothing of this
-    from hidden_state_accountants.cli.run_file import RunDescription
-    from hidden_state_accountants.guarantee import Guarantee
+from hidden_state_accountants import validate
+from hidden_state_accountants.accountants import BoundAccountant
+from hidden_state_accountants.best_bound import check_covered
+from hidden_state_accountants.cli import output, run_file
+from hidden_state_accountants.figures import large_delta, round_up, text_up
+from hidden_state_accountants.guarantee import Guarantee
 
 _EXIT_BAD_INPUT = 2  # status, as of argparse and typer
 _MOST_EPOCHS = 10_000  # where a search for them ends
@@ -31,8 +32,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
+command = app.command(context_settings={"ignore_unknown_options": True})  # fields of the event
 
-_ANY_FIELD = {"ignore_unknown_options": True}  # they are fields of the event, read there
 Words = Annotated[
     list[str] | None,
     typer.Argument(
@@ -54,14 +55,11 @@ Relation = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON; infinity is the text inf.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no warnings.")]
-Plot = Annotated[
-    Path | None, typer.Option(help="Draw a picture there, .png or .svg.", show_default=False)
-]
 _LAST_ITERATE = "last_iterate"
 Accountant = Annotated[
     str,
     typer.Option(
-        help="last_iterate (the smallest proven bound), or a bound that hsa compare names.",
+        help="last_iterate (the smallest proven bound), or a bound that hsa compare names."
     ),
 ]
 
@@ -69,32 +67,23 @@ Accountant = Annotated[
 def run(arguments: Sequence[str]) -> int:
     """Runs one command; the exit status. Bad input is one line on stderr and status 2."""
     logging.getLogger("absl").setLevel(logging.ERROR)
-    command = typer.main.get_command(app)
+    group = typer.main.get_command(app)
     try:
         with warnings.catch_warnings():
             warnings.showwarning = lambda message, *_, **__: output.note(f"warning: {message}")
-            status = command.main(
+            status = group.main(
                 list(arguments) or ["--help"], prog_name="hsa", standalone_mode=False
             )
         return status if isinstance(status, int) else 0
     except typer.Abort:
         return 130
     except _ClickError as error:
-        output.note(_missing(error) or error.format_message())
+        output.note(error.format_message())
     except OSError as error:
         output.note(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except (ImportError, TypeError, ValueError) as error:
         output.note(str(error))
     return _EXIT_BAD_INPUT
-
-
-def _missing(error: Any) -> str:
-    """All options that are missing, of which the parser names the first one alone; or ""."""
-    if type(error).__name__ != "MissingParameter":
-        return ""
-    command, given = error.ctx.command, error.ctx.params
-    names = [one.opts[0] for one in command.params if one.required and one.name not in given]
-    return f"Missing {', '.join(names)}." if len(names) > 1 else ""
 
 
 def _version(value: bool) -> None:
@@ -111,31 +100,21 @@ def _options(
 ) -> None: ...
 
 
-def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
-    """Returns a function that makes the accountant that was asked for.
-
-    Raises:
-        ValueError: There is none of that name, or it does not cover the run, for the one reason of
-            the bound that is nearest.
-    """
-    import dp_accounting
-
-    from hidden_state_accountants import best_bound, validate
-    from hidden_state_accountants.accountants import BoundAccountant
-
+def _maker(found: run_file.RunDescription, accountant: str) -> Callable[[], Any]:
+    """A function that makes the accountant that was asked for; ValueError if it does not apply."""
     name = accountant.replace("-", "_")
-    names = [_LAST_ITERATE, *(bound.name for bound in hsa.BOUNDS)]
-    if name not in names:
-        raise ValueError(
-            f"Expected --accountant to be one of {', '.join(names)}, got {name!r}."
-            f"{validate.did_you_mean(name, names)}"
-        )
+    bounds = {bound.name: bound for bound in hsa.BOUNDS}
     event, relation = found.event, found.neighboring_relation
     if name == _LAST_ITERATE:
         if not isinstance(event, dp_accounting.ComposedDpEvent):  # of a checkpoint
-            best_bound.check_covered(event, relation)
+            check_covered(event, relation)
         return lambda: hsa.LastIterateAccountant(relation)
-    bound = next(bound for bound in hsa.BOUNDS if bound.name == name)
+    if name not in bounds:
+        raise ValueError(
+            f"Expected --accountant to be one of {', '.join([_LAST_ITERATE, *bounds])}, got "
+            f"{name!r}.{validate.did_you_mean(name, [_LAST_ITERATE, *bounds])}"
+        )
+    bound = bounds[name]
     if not isinstance(event, bound.event_type):
         raise ValueError(
             f"Expected a {bound.event_type.__name__} for --accountant {name}, got a "
@@ -146,21 +125,16 @@ def _maker(found: RunDescription, accountant: str) -> Callable[[], Any]:
     return lambda: BoundAccountant(relation, bound)
 
 
-def _read(*arguments: Any, **options: Any) -> RunDescription:
-    from hidden_state_accountants.cli import run_file  # which the help does not need
-
-    return run_file.read(*arguments, **options)
-
-
-def _guarantee(found: RunDescription, accountant: str, quiet: bool) -> Guarantee:
+def _guarantee(found: run_file.RunDescription, accountant: str, quiet: bool) -> Guarantee:
     make = _maker(found, accountant)
     with warnings.catch_warnings():
         if quiet:
             warnings.simplefilter("ignore")
-        return make().compose(found.event).guarantee  # type: ignore[no-any-return]
+        proved: Guarantee = make().compose(found.event).guarantee
+    return proved
 
 
-@app.command(context_settings=_ANY_FIELD)
+@command
 def epsilon(
     run: Words = None,
     delta: Delta = None,
@@ -175,13 +149,13 @@ def epsilon(
     --dataset-size 50000 --epochs 200 --batch-order cyclic --loss softmax_cross_entropy
     --feature-norm 1 --weight-decay 0.1 --delta 1e-5`, `hsa epsilon checkpoint.pt`
     """
-    found = _read(run or (), delta=delta, relation=relation)
+    found = run_file.read(run or (), delta=delta, relation=relation)
     guarantee = _guarantee(found, accountant, quiet)
     value = guarantee.epsilon(found.delta)
     output.guarantee(found, guarantee, {"epsilon": value, "delta": found.delta}, json)
 
 
-@app.command(context_settings=_ANY_FIELD)
+@command
 def delta(
     epsilon: Annotated[float, typer.Option(help="The epsilon that it is for.")],
     run: Words = None,
@@ -194,13 +168,13 @@ def delta(
 
     Example: `hsa delta run.toml --epsilon 2`
     """
-    found = _read(run or (), relation=relation)
+    found = run_file.read(run or (), relation=relation)
     guarantee = _guarantee(found, accountant, quiet)
     value = guarantee.delta(epsilon)
     output.guarantee(found, guarantee, {"delta": value, "epsilon": epsilon}, json)
 
 
-@app.command(context_settings=_ANY_FIELD)
+@command
 def calibrate(
     target_epsilon: Annotated[float, typer.Option("--target-epsilon", "-e", help="To meet.")],
     run: Words = None,
@@ -218,48 +192,37 @@ def calibrate(
     Examples: `hsa calibrate run.toml --target-epsilon 2`,
     `hsa calibrate run.toml --target-epsilon 2 --parameter epochs`
     """
-    kind = parameter
     defaults: dict[str, dict[str, Any]] = {
         "noise": {"noise_multiplier": 1.0, "noise_std": 1.0, "noise_variance": 1.0},
         "epochs": {"epochs": 1},
     }
-    if kind not in defaults:
-        from hidden_state_accountants import validate
-
-        raise ValueError(
-            f"Expected --parameter to be noise or epochs, got {parameter!r}."
-            f"{validate.did_you_mean(kind, defaults)}"
-        )
-    found = _read(run or (), delta=delta, relation=relation, defaults=defaults[kind])
-    event: Any = found.event
-    search: Any = getattr(hsa, f"calibrate_{kind}")
-    options: dict[str, Any] = {"max_epochs": _MOST_EPOCHS} if kind == "epochs" else {}
+    if parameter not in defaults:
+        raise ValueError(f"Expected --parameter to be noise or epochs, got {parameter!r}.")
+    found = run_file.read(run or (), delta=delta, relation=relation, defaults=defaults[parameter])
+    event, make = found.event, _maker(found, accountant)
+    target: Any = (target_epsilon, found.delta, event)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # said once, below
-        value = search(
-            target_epsilon,
-            found.delta,
-            event,
-            make_accountant=_maker(found, accountant),
-            **options,
-        )
-    if kind == "epochs":
-        if value == _MOST_EPOCHS and not quiet:
-            output.note(f"not even {value} epochs, the end of the search, are too many")
-        name, changes = kind, {"num_epochs": value}
+        if parameter == "noise":
+            value: float = round_up(hsa.calibrate_noise(*target, make_accountant=make), 8)
+        else:
+            value = hsa.calibrate_epochs(*target, make_accountant=make, max_epochs=_MOST_EPOCHS)
+    if parameter == "noise":
+        name = next(field for field in defaults["noise"] if hasattr(event, field))
+        changes = {name: value}
+    else:
+        name, changes = "epochs", {"num_epochs": value}
         if not hasattr(event, "num_epochs"):
             changes = {"num_steps": value * event.batches_per_epoch}
-    else:
-        name = next((field for field in defaults[kind] if hasattr(event, field)), kind)
-        value = round_up(value, 8)
-        changes = {name: value}
+        if value == _MOST_EPOCHS and not quiet:
+            output.note(f"not even {value} epochs, the end of the search, are too many")
     found = attrs.evolve(found, event=attrs.evolve(event, **changes))
     guarantee = _guarantee(found, accountant, quiet)
     figures = {name: value, "epsilon": guarantee.epsilon(found.delta), "delta": found.delta}
     output.guarantee(found, guarantee, figures, json)
 
 
-@app.command(context_settings=_ANY_FIELD)
+@command
 def compare(
     run: Words = None,
     relation: Relation = None,
@@ -267,7 +230,9 @@ def compare(
         list[float] | None,
         typer.Option("--delta", "-d", help="One or several; default 1e-5.", show_default=False),
     ] = None,
-    plot: Plot = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a picture there, .png or .svg.", show_default=False)
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -277,13 +242,10 @@ def compare(
     `hsa compare a.toml b.toml -d 1e-5 -d 1e-6`,
     `hsa compare run.toml --noise-multiplier 4`
     """
-    from hidden_state_accountants.cli import run_file
-    from hidden_state_accountants.comparing import check_path
-
     files, _ = run_file.split(run or ())
     flags = [word for word in run or () if word not in files]
     runs = {
-        file or "run": _read([*([file] if file else []), *flags], relation=relation)
+        file or "run": run_file.read([*([file] if file else []), *flags], relation=relation)
         for file in files or [""]
     }
     relations = {found.neighboring_relation for found in runs.values()}
@@ -292,21 +254,21 @@ def compare(
             f"Expected one neighboring relation, got {len(relations)} in the files. Choose one "
             "with --relation."
         )
-    if plot is not None:  # before anything is computed
-        check_path(plot)
-    deltas = delta or list(dict.fromkeys(found.delta for found in runs.values()))
-    events = {label: found.event for label, found in runs.items()}
-    with output.progress(quiet) as tell:
-        table = hsa.compare(events, deltas, relations.pop(), progress=tell)
-        if plot is not None:
-            table.plot(plot, progress=tell)
+    compared = hsa.compare(
+        {label: found.event for label, found in runs.items()},
+        delta or [found.delta for found in runs.values()],
+        relations.pop(),
+        progress=output.progress(quiet),
+    )
+    if plot is not None:
+        compared.plot(plot)
     if json:
-        output.json(table.to_dict())
+        output.json(compared.to_dict())
     else:
-        output.comparison(table)
+        output.comparison(compared)
 
 
-@app.command(context_settings=_ANY_FIELD)
+@command
 def gain(
     run: Words = None,
     delta: Delta = None,
@@ -318,17 +280,12 @@ def gain(
 
     Example: `hsa gain run.toml`
     """
-    found = _read(run or (), delta=delta, relation=relation)
-    with output.progress(quiet) as tell:
-        tell("gain: epsilons, the noise at equal epsilon, single changes of the run")
-        said = hsa.would_gain(found.event, found.delta, found.neighboring_relation)
-    if json:
-        output.json(said.to_dict())
-    else:
-        typer.echo(str(said))
+    found = run_file.read(run or (), delta=delta, relation=relation)
+    output.progress(quiet)("gain: epsilons, noise at equal epsilon, single changes of the run")
+    output.result(hsa.would_gain(found.event, found.delta, found.neighboring_relation), json)
 
 
-@app.command(context_settings=_ANY_FIELD)
+@command
 def audit(
     run: Words = None,
     delta: Delta = None,
@@ -347,27 +304,23 @@ def audit(
 
     Examples: `hsa audit run.toml`, `hsa audit run.toml --claim-epsilon 0.5 --delta 1e-5`
     """
-    found = _read(run or (), delta=delta, relation=relation)
+    found = run_file.read(run or (), delta=delta, relation=relation)
     claim: Any = (claim_epsilon, found.delta)
     if claim_epsilon is None:
         claim = _guarantee(found, accountant, quiet)
-    with output.progress(quiet) as tell:
-        report = hsa.audit(
-            claim,
-            found.event,
-            neighboring_relation=found.neighboring_relation,
-            target_delta=found.delta,
-            progress=tell,
-        )
-    if json:
-        output.json(report.to_dict())
-    else:
-        typer.echo(str(report))
+    report = hsa.audit(
+        claim,
+        found.event,
+        neighboring_relation=found.neighboring_relation,
+        target_delta=found.delta,
+        progress=output.progress(quiet),
+    )
+    output.result(report, json)
     if report.violated:
         raise typer.Exit(1)
 
 
-@app.command(context_settings=_ANY_FIELD)
+@command
 def explain(
     run: Words = None,
     delta: Delta = None,
@@ -383,11 +336,10 @@ def explain(
 
     Example: `hsa explain run.toml`
     """
-    found = _read(run or (), delta=delta, relation=relation)
+    found = run_file.read(run or (), delta=delta, relation=relation)
     guarantee = _guarantee(found, accountant, quiet)
-    with output.progress(quiet) as tell:
-        tell("explain: single changes of the run")
-        text = guarantee.explain(found.delta, bounds=bounds)
+    output.progress(quiet)("explain: single changes of the run")
+    text = guarantee.explain(found.delta, bounds=bounds)
     if not json:
         typer.echo(f"run: {found.event!r}\n{text}")
         return
@@ -395,7 +347,7 @@ def explain(
     output.guarantee(found, guarantee, {**figures, "explanation": text.splitlines()}, json)
 
 
-@app.command(context_settings=_ANY_FIELD)
+@command
 def profile(
     run: Words = None, delta: Delta = None, relation: Relation = None, json: Json = False
 ) -> None:
@@ -403,9 +355,19 @@ def profile(
 
     The epsilon of the run is the largest one. Example: `hsa profile run.toml`
     """
-    found = _read(run or (), delta=delta, relation=relation)
-    epsilons = hsa.position_profile(found.event, found.delta, found.neighboring_relation)
-    output.profile(found, epsilons, json)
+    found = run_file.read(run or (), delta=delta, relation=relation)
+    epsilons = hsa.position_profile(found.event, found.delta, found.neighboring_relation).tolist()
+    figures = {
+        "epsilon": max(epsilons),
+        "delta": found.delta,
+        "neighboring_relation": found.neighboring_relation.name,
+        "epsilon_by_position": epsilons,
+    }
+    if json:
+        output.json(figures)
+        return
+    for position, value in enumerate(epsilons):
+        typer.echo(f"records of batch {position} of every epoch: {text_up(value)}")
 
 
 @app.command()
@@ -461,10 +423,7 @@ def recommend(
     )
     if text := large_delta(delta, dataset_size):
         output.note(text)
-    if json:
-        output.json(found.to_dict())
-    else:
-        typer.echo(str(found))
+    output.result(found, json)
 
 
 @app.command()
@@ -478,12 +437,10 @@ def init(
 
     Example: `hsa init run.toml && hsa epsilon run.toml`
     """
-    from hidden_state_accountants.cli.run_file import template
-
     if str(file) == "-":
-        typer.echo(template(), nl=False)
+        typer.echo(run_file.template(), nl=False)
         return
     if file.exists() and not force:
         raise ValueError(f"{file} exists. Choose another name, or --force.")
-    file.write_text(template(), encoding="utf-8")
+    file.write_text(run_file.template(), encoding="utf-8")
     typer.echo(f"Wrote {file}. Edit it, then: hsa epsilon {file}")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import pickle
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +22,74 @@ from hidden_state_accountants.events.batch_order import (
     batches_per_pass,
     parse_sampling_rate,
 )
-from hidden_state_accountants.events.loss_geometry import LossGeometry, LossKind
+from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.events.plain_types import SCHEMA
 from hidden_state_accountants.runs.run import run_of
 
 _KINDS = {kind.__name__: kind for kind in RUN_EVENTS}
 LOSSES = {n: m for n, m in inspect.getmembers(LossGeometry, inspect.ismethod) if n[0] != "_"}
-_CHECKPOINTS = (".pt", ".pth")
+_PARAMETERS = {kind: inspect.signature(method).parameters for kind, method in LOSSES.items()}
+# Every flag and its type, as the fields of the events and the parameters of the losses have it.
+_TYPES = {"loss": "str", "epochs": "int", "loss_clip_norm": "float"}
+_TYPES |= {name: str(p.annotation) for kind in LOSSES for name, p in _PARAMETERS[kind].items()}
+_TYPES |= {f.name: str(f.type) for kind in reversed(RUN_EVENTS) for f in attrs.fields(kind)}
 
 
 @attrs.frozen
 class RunDescription:
     """A run, the target delta, and the neighbouring relation."""
 
-    event: dp_accounting.DpEvent
+    event: Any
     delta: float = attrs.field(converter=validate.target_delta)
     neighboring_relation: NeighboringRelation = attrs.field(converter=validate.neighboring_relation)
 
 
-def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The names of files, and the texts of flags by name: a flag without a value is "true"."""
+def split(arguments: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
+    """The names of files, and the values of flags by name; one without a value is True."""
     files, flags, left = [], {}, list(arguments)
     while left:
         word = left.pop(0)
         if not word.startswith("--"):
             files.append(word)
             continue
-        name, is_one_word, text = word[2:].partition("=")
-        name = name.replace("-", "_")
+        flag, is_one_word, text = word.partition("=")
+        name = flag[2:].replace("-", "_")
+        if name not in _TYPES:
+            hint = validate.did_you_mean(name, _TYPES).replace("_", "-")
+            raise ValueError(f"No such option: {flag}.{hint}")
         if not is_one_word:
-            text = "true" if _type_of(name) == "bool" or not left else left.pop(0)
-        flags[name] = text
+            text = "true" if _TYPES[name] == "bool" or not left else left.pop(0)
+        flags[name] = _value(flag, _TYPES[name], text)
     return files, flags
+
+
+def _value(flag: str, kind: str, text: str) -> Any:
+    words = "a number"
+    try:
+        if kind.startswith("int"):
+            words = "a whole number"
+            return _whole(text)
+        if kind.startswith("tuple"):
+            words = "whole numbers, such as 100,200"
+            return [_whole(part) for part in text.split(",")]
+        if kind.startswith("bool"):
+            words = "true or false"
+            return {"true": True, "false": False}[text]
+        if kind.startswith("float"):
+            return text if text == "none" and "None" in kind else float(text)
+    except (KeyError, ValueError):
+        raise ValueError(f"Expected {flag} to be {words}, got {text!r}.") from None
+    return text
+
+
+def _whole(text: str) -> int:
+    """An integer, which may be written as 1e7 or 50_000."""
+    if text.lstrip("+-").replace("_", "").isdigit():
+        return int(text)
+    number = float(text)
+    if not number.is_integer():
+        raise ValueError
+    return int(number)
 
 
 def read(
@@ -81,99 +116,22 @@ def read(
     if len(files) > 1:
         raise ValueError(f"Expected one file, got {', '.join(files)}.")
     path = files[0] if files else None
-    accounting = {"delta": delta, "neighboring_relation": relation}
-    given = {name: value for name, value in accounting.items() if value is not None}
+    given = {"delta": delta, "neighboring_relation": relation}
+    given = {name: value for name, value in given.items() if value is not None}
+    accounting = {"delta": 1e-5, "neighboring_relation": "replace_special"}
     try:
-        if path is not None and Path(path).suffix in _CHECKPOINTS:
+        if path is not None and Path(path).suffix in (".pt", ".pth"):
             return _of_checkpoint(path, flags, given)
         values = {} if path is None else _toml(path)
         table = values.pop("accounting", {})
-        if not isinstance(table, dict):
-            raise ValueError(f"Expected [accounting] to be a table, got {table!r}.")
-        usual = {"delta": 1e-5, "neighboring_relation": "replace_special"}
-        validate.unknown_keys("[accounting]", table, usual)
-        event = _event(path is None, values, flags, defaults or {})
-        return RunDescription(event, **(usual | table | given))
+        validate.unknown_keys("[accounting]", table, accounting)
+        event = _event(values, flags, defaults or {}, is_of_flags=path is None)
+        return RunDescription(event, **(accounting | table | given))
     except (TypeError, ValueError) as error:
         if path is None:
             raise
         flags_too = " with these flags" if flags or given else ""
         raise ValueError(f"{path}{flags_too}: {error}") from error
-
-
-# Flags
-
-
-def _parameters(kind: str) -> Mapping[str, inspect.Parameter]:
-    """The arguments of a class method of `LossGeometry`."""
-    return inspect.signature(LOSSES[kind]).parameters
-
-
-def _type_of(name: str) -> str:
-    """The type of a field of a run, or of a parameter of a loss, as it is written there.
-
-    Raises:
-        ValueError: There is no such flag.
-    """
-    types = {"loss": "str", "epochs": "int", "loss_clip_norm": "float"}
-    for kind in LOSSES:
-        types |= {key: str(parameter.annotation) for key, parameter in _parameters(kind).items()}
-    for event in reversed(RUN_EVENTS):
-        types |= {field.name: str(field.type) for field in attrs.fields(event)}
-    if name not in types:
-        flag = "--" + name.replace("_", "-")
-        hint = validate.did_you_mean(name, types).replace("_", "-")
-        raise ValueError(f"No such option: {flag}.{hint}")
-    return types[name]
-
-
-def _value(name: str, text: str) -> Any:
-    kind = _type_of(name)
-    parse: Callable[[str], Any] = str
-    if kind.startswith("int"):
-        parse = _whole
-    elif kind.startswith("tuple"):
-        parse = _whole_numbers
-    elif kind.startswith("bool"):
-        parse = _flag
-    elif kind.startswith("float"):
-        parse = _number_or_none if "None" in kind else _number
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"--{name.replace('_', '-')}: {error}") from None
-
-
-def _whole(text: str) -> int:
-    """An integer, which may be written as 1e7 or 50_000."""
-    with contextlib.suppress(ValueError):
-        return int(text)
-    with contextlib.suppress(ValueError):
-        if float(text).is_integer():
-            return int(float(text))
-    raise ValueError(f"expected a whole number, got {text!r}")
-
-
-def _whole_numbers(text: str) -> list[int]:
-    return [_whole(part) for part in text.replace(" ", "").split(",") if part]
-
-
-def _flag(text: str) -> bool:
-    if text not in ("true", "false"):
-        raise ValueError(f"expected true or false, got {text!r}")
-    return text == "true"
-
-
-def _number(text: str) -> float:
-    with contextlib.suppress(ValueError):
-        return float(text)
-    raise ValueError(f"expected a number, got {text!r}")
-
-
-def _number_or_none(text: str) -> float | str:
-    with contextlib.suppress(ValueError):
-        return text if text == "none" else float(text)
-    raise ValueError(f"expected a number or none, got {text!r}")
 
 
 # Files
@@ -214,9 +172,7 @@ class _PlainUnpickler(pickle.Unpickler):
         return None
 
 
-def _of_checkpoint(
-    path: str, flags: Mapping[str, str], accounting: Mapping[str, Any]
-) -> RunDescription:
+def _of_checkpoint(path: str, flags: Mapping[str, Any], given: Mapping[str, Any]) -> RunDescription:
     """The runs that an engine of Opacus saved, all together; no code of the file is run."""
     if flags:
         raise ValueError(f"Expected no {_names(flags)} beside a run that has happened.")
@@ -230,50 +186,46 @@ def _of_checkpoint(
         raise ValueError("not a checkpoint that HiddenStatePrivacyEngine saved") from None
     if state.get("refusals"):
         raise ValueError(f"no guarantee: {'; '.join(map(str, state['refusals']))}")
-    asked = accounting.get("neighboring_relation", relation)
+    asked = given.get("neighboring_relation", relation)
     if validate.neighboring_relation(asked).name != relation:
         raise ValueError(f"Expected the relation of the checkpoint, {relation}, got {asked}.")
     events = [run_of(run).event() for run in runs if run["num_steps"]]
     if not events:
         raise ValueError("the checkpoint has no run with a step")
     together = events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
-    return RunDescription(together, accounting.get("delta", 1e-5), relation)
+    return RunDescription(together, given.get("delta", 1e-5), relation)
+
+
+# Events
 
 
 def _event(
-    is_of_flags: bool, values: dict[str, Any], texts: Mapping[str, str], defaults: Mapping[str, Any]
+    values: dict[str, Any], flags: dict[str, Any], defaults: Mapping[str, Any], is_of_flags: bool
 ) -> dp_accounting.DpEvent:
     name = values.setdefault("type", "LastIterateDpEvent")
     if name not in _KINDS:
-        raise ValueError(
-            f"Expected type to be one of {', '.join(_KINDS)}, got {name!r}."
-            f"{validate.did_you_mean(name, _KINDS)}"
-        )
-    fields = {field.name: field for field in attrs.fields(_KINDS[name])}
-    flags = {key: _value(key, text) for key, text in texts.items()}
-    of_loss = {key: flags.pop(key) for key in [*flags] if key not in {*fields, "epochs"}}
-    if "loss" in flags:
-        of_loss["loss"] = flags.pop("loss")
+        raise ValueError(f"Expected type to be one of {', '.join(_KINDS)}, got {name!r}.")
     values.setdefault("schema", SCHEMA)
-    whole = {key for key, field in fields.items() if str(field.type).startswith("int")}
-    for key in {*whole, "epochs"} & set(values):
-        if isinstance(values[key], float) and values[key].is_integer():
-            values[key] = int(values[key])  # TOML has no 1e7 among its integers
-    if "epochs" in flags or "num_steps" in flags:
-        values.pop("epochs", None)
-        values.pop("num_steps", None)
-    values |= flags
-    _merge_loss(values, of_loss)
-    lengths = {"epochs", "num_steps", "num_epochs"} & set(values)
+    fields = {field.name: field for field in attrs.fields(_KINDS[name])}
+    for key, value in values.items():  # TOML has no 1e7 among its integers
+        if _TYPES.get(key, "").startswith("int") and isinstance(value, float):
+            values[key] = int(value) if value.is_integer() else value
+    lengths = ("epochs", "num_steps", "num_epochs")
+    if any(key in flags for key in lengths):
+        values = {key: value for key, value in values.items() if key not in lengths}
+    of_run = {key for key in flags if (key in fields or key == "epochs") and key != "loss"}
+    values |= {key: flags[key] for key in of_run}
+    _merge_loss(values, {key: value for key, value in flags.items() if key not in of_run})
     for key, value in defaults.items():
-        if key in fields or (key == "epochs" and not lengths):
+        if key in fields or (key == "epochs" and not any(length in values for length in lengths)):
             values.setdefault(key, value)
     _epochs_to_steps(values)
     missing = [k for k, f in fields.items() if f.default is attrs.NOTHING and k not in values]
     if missing and is_of_flags:
         names = _names(missing).replace("--num-steps", "--epochs (or --num-steps)")
         raise ValueError(f"Missing {names}. Or describe the run in a file: hsa init run.toml.")
-    return _KINDS[name].from_dict(values)
+    event: dp_accounting.DpEvent = _KINDS[name].from_dict(values)
+    return event
 
 
 def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
@@ -284,64 +236,48 @@ def _merge_loss(values: dict[str, Any], flags: dict[str, Any]) -> None:
     table = values.pop(key, {})
     if not isinstance(table, dict):
         raise ValueError(f"Expected [{key}] to be a table with a kind, got {table!r}.")
-    if "loss" in flags:
-        table = {"kind": flags.pop("loss")}  # another loss: nothing of the file's is left
-    kind = str(table.get("kind", "")).replace("-", "_")
-    if kind == "none":
-        if flags:
-            raise ValueError(f"Expected no parameters of the loss 'none', got {_names(flags)}.")
+    if "loss" in flags:  # nothing of the file's is left
+        table = {"kind": flags.pop("loss").replace("-", "_")}
+    table = table | flags
+    if not table or table == {"kind": "none"}:
         return
-    table = {name: value for name, value in (table | flags).items() if name != "kind"}
-    if not kind and not table:
-        return
-    if not kind:
-        raise ValueError(f"Expected a loss for {_names(table)}, got none. Add --loss convex.")
+    kind = table.pop("kind", None)
     if kind not in LOSSES:
         raise ValueError(
             f"Expected loss to be one of none, {', '.join(LOSSES)}, got {kind!r}."
             f"{validate.did_you_mean(kind, LOSSES)}"
         )
-    needed, others = _needed(kind)
-    if kind in {k.value for k in LossKind} and {"weak_convexity", *needed} < set(table):
+    if {"weak_convexity", "exponent"} <= set(table):
         values[key] = {"kind": kind, **table}  # as in the dictionary form of an event
         return
-    unknown = sorted(set(table) - {*needed, *others})
-    if unknown or not set(needed) <= set(table):
+    needed = {name for name, p in _PARAMETERS[kind].items() if p.default is p.empty}
+    if not needed <= set(table) <= set(_PARAMETERS[kind]):
         raise ValueError(
             f"Expected {loss_arguments(kind)} for the loss {kind}, got "
             f"{', '.join(sorted(table)) or 'nothing'}."
-            + "".join(validate.did_you_mean(key, [*needed, *others]) for key in unknown)
         )
-    values[key] = getattr(LossGeometry, kind)(**table)
-
-
-def _needed(kind: str) -> tuple[list[str], list[str]]:
-    """The needed and the optional arguments of a class method of `LossGeometry`."""
-    arguments = _parameters(kind)
-    needed = [name for name, p in arguments.items() if p.default is p.empty]
-    return needed, [name for name in arguments if name not in needed]
+    values[key] = LOSSES[kind](**table)
 
 
 def loss_arguments(kind: str) -> str:
     """The arguments of a loss, in words."""
-    needed, others = _needed(kind)
-    optional = f" (optional: {', '.join(others)})" if others else ""
-    return f"{' and '.join(needed)}{optional}"
+    needed = [name for name, p in _PARAMETERS[kind].items() if p.default is p.empty]
+    others = [name for name in _PARAMETERS[kind] if name not in needed]
+    return " and ".join(needed) + (f" (optional: {', '.join(others)})" if others else "")
 
 
 def _epochs_to_steps(values: dict[str, Any]) -> None:
-    epochs = values.pop("epochs", None)
-    if epochs is None:
+    if "epochs" not in values:
         return
+    epochs = validate.integer("epochs", values.pop("epochs"), minimum=1)
     if values["type"] == "BlockCoordinateDpEvent":
         values["num_epochs"] = epochs
         return
     if "num_steps" in values:
         raise ValueError("Expected one of epochs and num_steps, got both.")
-    sizes = {name: values.get(name) for name in ("batch_size", "dataset_size")}
-    epochs, batch_size, dataset_size = (
-        validate.integer(name, number, minimum=1)
-        for name, number in {"epochs": epochs, **sizes}.items()
+    batch_size, dataset_size = (
+        validate.integer(name, values.get(name), minimum=1)
+        for name in ("batch_size", "dataset_size")
     )
     rate = parse_sampling_rate(BatchOrder.POISSON, values.get("sampling_rate"))
     values["num_steps"] = epochs * batches_per_pass(batch_size, dataset_size, rate)

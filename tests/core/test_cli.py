@@ -108,17 +108,6 @@ def test_every_field_of_the_event_has_a_flag(folder, hsa_json):
     assert groups["event"] == cyclic_run(is_microbatched=True).to_dict()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["epsilon", "--help"], ["--version"]])
-def test_help_waits_for_no_library(arguments):
-    code = (
-        "import sys; from hidden_state_accountants.cli.app import run; "
-        f"assert run({arguments}) == 0; "
-        "print(sorted({'absl', 'dp_accounting', 'numpy', 'scipy'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
 @pytest.mark.parametrize(
     ("flags", "loss"),
     [
@@ -198,7 +187,7 @@ def test_the_printed_noise_meets_the_target(folder, capsys):
     assert 0.6999 < epsilon(cyclic_run(noise_multiplier=noise)) <= 0.7
 
 
-def test_compare(folder, hsa_json, capsys):
+def test_compare(folder, hsa_json):
     found = hsa_json("compare run.toml --delta 1e-5 --delta 1e-4")
     (table,) = found["runs"]
     assert table["label"] == "run.toml"
@@ -210,9 +199,7 @@ def test_compare(folder, hsa_json, capsys):
 @pytest.mark.slow
 def test_compare_several_files_as_text_and_as_a_picture(folder, capsys):
     pytest.importorskip("matplotlib")
-    (folder / "other.toml").write_text(
-        RUN.replace("noise_multiplier = 2.0", "noise_multiplier = 4")
-    )
+    (folder / "other.toml").write_text(RUN)
     command = "compare run.toml other.toml --num-steps 4 --plot out.svg"
     assert run(command.split()) == 0
     captured = capsys.readouterr()
@@ -283,10 +270,9 @@ BAD = {
     "epsilon run.toml --batch-size 3": "which leaves 2 records over",
     "delta run.toml": "--epsilon",
     "calibrate run.toml": "--target-epsilon",
-    "recommend": "Missing --dataset-size, --epsilon.",
+    "recommend": "Missing option '--dataset-size'",
     "profile run.toml --batch-order poisson": "Expected CYCLIC batches for a profile, got POISSON",
     "calibrate run.toml -e 1e-3 --parameter epochs": "what one epoch costs",
-    "compare run.toml --plot x.nonsense": "ends in .png",
     "nonsense": "No such command",
     "epsilon run.toml --noise-multipler 2": "Did you mean 'noise-multiplier'?",
     "epsilon run.toml other.toml": "Expected one file, got run.toml, other.toml",
@@ -296,12 +282,9 @@ BAD = {
 
 @pytest.mark.parametrize("command", BAD)
 def test_bad_input_is_one_line_and_status_2(folder, capsys, command):
-    if "--plot" in command:
-        pytest.importorskip("matplotlib")
     (folder / "broken.toml").write_text("= 1")
     (folder / "broken.pt").write_text("= 1")
     (folder / "typo.toml").write_text(f"noise = 1\n{RUN}")
-    (folder / "short.toml").write_text("noise_multiplier = 1.0")
     (folder / "kind.toml").write_text('type = "GaussianDpEvent"')
     assert run(command.split()) == 2
     captured = capsys.readouterr()

@@ -7,7 +7,7 @@ from runs import block_run, cyclic_run, dice_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import comparing
-from hidden_state_accountants.comparing import first_epochs, plotted_epochs
+from hidden_state_accountants.comparing import first_epochs
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 
@@ -197,12 +197,9 @@ def test_bad_arguments(arguments, error):
 
 def test_plotted_points_are_the_first_epochs():
     event = cyclic_run(learning_rate=[0.5] * 12 + [0.25] * 11, num_steps=23, release_steps=(4, 20))
-    assert plotted_epochs(event) == [1, 2, 3, 4, 5, 6]
     short = first_epochs(event, 2)
     assert (short.num_steps, short.learning_rate, short.release_steps) == (8, 0.5, (4,))
     assert first_epochs(event, 6) == event
-    assert plotted_epochs(dice_run()) == [1, 2]
     assert first_epochs(dice_run(), 1).num_steps == 4
-    assert plotted_epochs(block_run()) == [1, 2, 3, 4, 5, 6]
     louder = block_run(noise_variance=[[1.0] * 5] * 5 + [[2.0] * 5])
     assert first_epochs(louder, 2).noise_variance == 1.0

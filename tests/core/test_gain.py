@@ -1,16 +1,20 @@
-"""Whether a script would gain: the figures are the accountant's, and "no" says why."""
+"""Whether a script gains, and what would lower its epsilon: the figures are the accountant's."""
 
 import json
+import math
 
 import attrs
 import dp_accounting
 import pytest
+from dp_accounting import NeighboringRelation
+from runs import cyclic_run, full_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.cli.app import run as command
+from hidden_state_accountants.advice import no_contraction_line, report_lines, single_changes
+from hidden_state_accountants.process.noisy_process import noisy_process
 
 SOFTMAX = hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0)
-DELTA = 1e-5
+RELATION, DELTA = NeighboringRelation.REPLACE_SPECIAL, 1e-5
 
 
 def run(order="poisson", **changes):
@@ -28,8 +32,8 @@ def run(order="poisson", **changes):
     return hsa.LastIterateDpEvent(**(fields | changes))
 
 
-def epsilon(event):
-    return hsa.LastIterateAccountant().compose(event).get_epsilon(DELTA)
+def epsilon(event, relation=RELATION):
+    return hsa.LastIterateAccountant(relation).compose(event).get_epsilon(DELTA)
 
 
 def composed(event):
@@ -110,6 +114,7 @@ def test_other_runs_are_refused():
 
 
 def test_command(tmp_path, capsys):
+    command = pytest.importorskip("hidden_state_accountants.cli.app").run
     path = str(tmp_path / "run.toml")
     assert command(["init", path]) == 0
     capsys.readouterr()
@@ -119,3 +124,124 @@ def test_command(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)
     assert (found["verdict"], found["epsilon"]) == ("no", found["every_iterate"])
     assert "loss" not in found["event"]
+
+
+# What would lower epsilon
+
+
+def probe(order="cyclic", **changes):
+    """A softmax probe on ten batches of 100."""
+    arguments = {
+        "noise_multiplier": 6.0, "learning_rate": 0.5, "weight_decay": 0.005, "clip_norm": 1.4143,
+        "batch_size": 1000 if order == "full" else 100, "dataset_size": 1000, "num_steps": 200,
+        "batch_order": order, "loss": hsa.LossGeometry.softmax_cross_entropy(1.0), **changes,
+    }  # fmt: skip
+    return hsa.LastIterateDpEvent(**arguments)
+
+
+def changes(event, relation=RELATION):
+    return single_changes(event, relation, DELTA, epsilon(event, relation))
+
+
+def named(event, words, relation=RELATION):
+    """The one change whose description has some words, with its epsilon."""
+    (found,) = [change for change in changes(event, relation) if words in change[0]]
+    return found
+
+
+def test_what_costs_no_accuracy_comes_first_with_the_epsilon_of_the_changed_run():
+    event = cyclic_run(release_steps=(8,))
+    found = changes(event)
+    assert dict(found)["release the last iterate only, not 1 more"] == epsilon(
+        attrs.evolve(event, release_steps=())
+    )
+    costs = ("weight decay", "learning rate")
+    free = [value for text, value in found if not text.startswith(costs)]
+    assert free == sorted(free) == [value for _, value in found[: len(free)]]
+    assert max(value for _, value in found) < 0.99 * epsilon(event)
+
+
+@pytest.mark.parametrize(
+    ("order", "others"),
+    [
+        ("cyclic", ["Poisson batches", "shuffled once"]),
+        ("reshuffled", ["Poisson batches"]),
+        ("shuffled_once", ["Poisson batches"]),
+        ("full", []),
+    ],
+)
+def test_other_batches_have_the_accountants_own_figure(order, others):
+    """A Poisson run of 2.010 stood beside the words "poisson at most 3.168"."""
+    event, found = probe(order), changes(probe(order))
+    for words in others:
+        (value,) = [v for text, v in found if text.startswith(words)]
+        other = words.split()[0].lower().replace("shuffled", "shuffled_once")
+        assert value == epsilon(probe(other)) < epsilon(event)
+    if not others:
+        assert not [text for text, _ in found if "batches" in text or "shuffled" in text]
+
+
+def test_a_record_added_or_removed_has_no_fixed_batches():
+    found = changes(probe("poisson"), NeighboringRelation.ADD_OR_REMOVE_ONE)
+    assert not [text for text, _ in found if "shuffled" in text]
+
+
+@pytest.mark.parametrize(("order", "schedule"), [("full", 0), ("cyclic", 0), ("cyclic", 1)])
+def test_a_step_that_stretches_distances_is_named_first(order, schedule):
+    """A rate of 2/(M + w) does not, and with one of 2/(M + 2 w) all of the decay contracts."""
+    loss = hsa.LossGeometry.generalized_linear(8.0, 1.4142)
+    rate = [0.3] * 100 + [0.5] * 100 if schedule else 0.5
+    event = probe(order, loss=loss, learning_rate=rate, weight_decay=0.1)
+    (text, value), *_ = changes(event)
+    assert "then stretches distances" in text
+    assert text.endswith("up to c = 3.05")
+    number = float(text.split(":")[0].split()[-1])
+    assert 0.985 < number * (0.5 if schedule else 1) * (8 + 2 * 0.1) / 2 <= 1.0001
+    if not schedule:
+        shorter = attrs.evolve(event, learning_rate=number)
+        assert noisy_process(shorter, RELATION).contraction.max() <= 1
+        assert value == epsilon(shorter) < epsilon(event)
+
+
+@pytest.mark.parametrize("event", [probe(), probe(loss=None), probe(clip_norm=1.0)])
+def test_no_rate_is_named_where_none_would_help(event):
+    assert not [text for text, _ in changes(event) if "learning rate" in text]
+
+
+def test_a_clip_that_never_acts():
+    event = probe(clip_norm=1.0, weight_decay=0.1)
+    text, value = named(event, "same noise multiplier")
+    assert text.startswith("clip norm 1.41421, which never acts, instead of 1, at the same")
+    assert value == epsilon(attrs.evolve(event, clip_norm=event.loss.lipschitz))
+    assert not [t for t, _ in changes(probe(loss=hsa.LossGeometry.convex(0.5))) if "clip" in t]
+
+
+def test_a_constant_rate_is_named_where_a_schedule_costs():
+    rates = [0.5 * (1 + math.cos(math.pi * t / 200)) for t in range(200)]
+    event = probe(learning_rate=rates, weight_decay=0.1)
+    text, value = named(event, "constant rate")
+    assert text.startswith("a constant rate, 0.5")
+    assert value < 0.9 * epsilon(event)
+
+
+def test_nothing_is_known_about_the_loss():
+    assert not changes(full_run(loss=None, release_steps=(3,)))
+
+
+def test_doubling_never_reaches_a_forbidden_decay():
+    changes(full_run(learning_rate=1.0, weight_decay=0.7))  # no event is refused
+
+
+def test_lines_of_a_report():
+    lines = report_lines(probe(), RELATION, DELTA)
+    assert len(lines) == len(changes(probe()))
+    assert all(line.startswith("one change: ") and " -> " in line for line in lines)
+    assert report_lines(hsa.DiceSgdDpEvent(
+        noise_std=0.4, clip_norm=1.0, error_clip_norm=1.0, batch_size=1, dataset_size=2,
+        num_steps=5, batch_order="poisson",
+    ), RELATION, DELTA) == []  # fmt: skip
+
+
+def test_a_run_that_does_not_contract_says_so():
+    assert "no loss is declared" in no_contraction_line(probe(loss=None), RELATION)
+    assert no_contraction_line(probe(), RELATION) == ""
