@@ -140,35 +140,28 @@ def half_frozen():
 @pytest.mark.parametrize(
     ("model", "criterion", "feature_norm", "text"),
     [
-        (MANY, None, 1.0, "needs the criterion"),
-        (MANY, nn.CrossEntropyLoss(), None, "feature_norm="),
         (MANY, nn.MultiMarginLoss(), 1.0, "knows nn.CrossEntropyLoss"),
-        (MANY, F.l1_loss, 1.0, "got l1_loss"),
-        (MANY, functools.partial(F.cross_entropy, None), 1.0, "by keyword, got 1 by position"),
-        (MANY, functools.partial(F.cross_entropy, beta=1.0), 1.0, "settings that nn.CrossEntr"),
-        (MANY, nn.CrossEntropyLoss, 1.0, "got the type CrossEntropyLoss instead of an object"),
+        (MANY, F.l1_loss, 1.0, "got <function l1_loss"),
+        (MANY, functools.partial(F.cross_entropy, None), 1.0, "got functools.partial"),
+        (MANY, nn.CrossEntropyLoss, 1.0, "got <class 'torch.*CrossEntropyLoss'>"),
         (MANY, nn.CrossEntropyLoss(weight=torch.ones(3)), 1.0,
          r'the label of one record rescales all others. Use CrossEntropyLoss\(.*reduction="sum"'),
         (MANY, nn.CrossEntropyLoss(ignore_index=0), 1.0, "ignore_index"),
         (MANY, nn.CrossEntropyLoss(reduction="sum"), 1.0, "reduction = 'mean'"),
         (MANY, nn.CrossEntropyLoss(reduction="none"), 1.0, "reduction = 'mean'"),
-        (LINEAR, nn.BCEWithLogitsLoss(pos_weight=torch.ones(7)), 1.0, "pos_weight with one finite"),
+        (LINEAR, nn.BCEWithLogitsLoss(pos_weight=torch.ones(7)), 1.0, "pos_weight with a finite"),
         (LINEAR, nn.BCEWithLogitsLoss(weight=torch.ones(7)), 1.0, "of single records belong"),
-        (MANY, nn.BCEWithLogitsLoss(weight=torch.ones(7, 1)), 1.0, "weight with one finite number"),
+        (MANY, nn.BCEWithLogitsLoss(weight=torch.ones(7, 1)), 1.0, "weight with a finite number"),
         (MANY, nn.BCEWithLogitsLoss(pos_weight=-torch.ones(3)), 1.0, "finite number >= 0"),
         (MANY, nn.BCEWithLogitsLoss(weight=torch.zeros(3)), 1.0, "not all 0"),
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), nn.CrossEntropyLoss(), 1.0,
          "got trainable Linear, Linear"),
-        (nn.Sequential(MANY, nn.ReLU()), nn.CrossEntropyLoss(), 1.0, "ReLU"),
-        (nn.Sequential(MANY, nn.LogSoftmax(1)), nn.MSELoss(), 1.0, "LogSoftmax"),
-        (nn.Sequential(nn.Sequential(MANY), nn.Identity(), nn.Tanh()), nn.CrossEntropyLoss(), 1.0,
-         "Tanh after it"),
         (nn.Conv1d(4, 3, 1), nn.CrossEntropyLoss(), 1.0, "got trainable Conv1d"),
         (nn.Linear(4, 3).requires_grad_(False), nn.CrossEntropyLoss(), 1.0, "got trainable -"),
         (hooked(), nn.CrossEntropyLoss(), 1.0, "a forward hook on Linear"),
-        (LINEAR, nn.SmoothL1Loss(beta=0.0), 1.0, "beta > 0"),
-        (MANY, EnvelopeHingeLoss(**ENVELOPE), 1.0, "needs one output for EnvelopeHingeLoss"),
-        (half_frozen(), nn.CrossEntropyLoss(), 1.0, "frozen parameters"),
+        (LINEAR, nn.SmoothL1Loss(beta=0.0), 1.0, "got SmoothL1Loss"),
+        (MANY, EnvelopeHingeLoss(**ENVELOPE), 1.0, "got EnvelopeHingeLoss.* of 3 outputs"),
+        (half_frozen(), nn.CrossEntropyLoss(), 1.0, "got trainable Linear in part"),
         (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.CrossEntropyLoss(), 1.0,
          "ParametrizedLinear"),
     ],
@@ -183,13 +176,6 @@ def test_other_callables_are_left_alone(make_run):
     criterion = functools.partial(torch.add, torch.ones(()))
     loss = LossGeometry.convex(1.0)
     make_run(criterion=criterion, loss_geometry=loss, feature_norm=None)
-
-
-def test_the_way_out_is_spelled_out():
-    with pytest.raises(hsa.UnsupportedRunError) as error:
-        auto_loss_geometry(MANY, nn.MultiMarginLoss(), 1.0)
-    assert "takes a hidden_state_accountants.LossGeometry" in str(error.value)
-    assert "..." not in str(error.value)
 
 
 def test_sum_goes_with_sum():

@@ -150,33 +150,26 @@ COLUMN, ROW = torch.zeros(4, 1), torch.zeros(4)
 
 
 @pytest.mark.parametrize(
-    ("criterion", "predictions", "targets", "error", "text"),
+    ("criterion", "predictions", "targets", "text"),
     [
-        (SOFTMAX, torch.zeros(4, 3).half(), torch.zeros(4).long(), TypeError, "float32 or float64"),
-        (SOFTMAX, ROW, torch.zeros(4).long(), ValueError, "shape \\(records, classes\\)"),
-        (SOFTMAX, COLUMN, torch.zeros(4).long(), ValueError, "two classes or more"),
-        (
-            SOFTMAX,
-            torch.zeros(4, 3),
-            torch.zeros(3).long(),
-            ValueError,
-            "each record of",
-        ),
-        (SOFTMAX, torch.zeros(4, 3), torch.full((4,), 3), ValueError, "from 0 to 2, got 3 to 3"),
-        (SOFTMAX, torch.zeros(4, 3), torch.full((4,), -100), ValueError, "No class is ignored"),
-        (SOFTMAX, torch.zeros(4, 3), torch.zeros(4, 3), ValueError, "sum to 1"),
-        (SOFTMAX, torch.zeros(1, 2), torch.tensor([[1.5, -0.5]]), ValueError, "targets >= 0"),
-        (SOFTMAX, torch.zeros(4, 3), torch.ones(4, 1), ValueError, "probabilities for the records"),
-        (LOGISTIC, COLUMN, ROW, ValueError, "Use target.reshape\\(output.shape\\)"),
-        (LOGISTIC, ROW, ROW - 1, ValueError, "targets from 0 to 1"),
-        (HINGE, COLUMN, ROW, ValueError, "of shape \\(1,\\) each, got others, of shape \\(\\)"),
-        (HINGE, ROW, ROW, ValueError, "targets -1 and 1"),
-        (SQUARED, COLUMN, ROW, ValueError, "of shape \\(1,\\) each, got others, of shape \\(\\)"),
-        (SQUARED, torch.zeros(2, 2, 2), torch.zeros(2, 2, 2), ValueError, "\\(records, outputs\\)"),
+        (SOFTMAX, ROW, torch.zeros(4).long(), "shape \\(records, classes\\)"),
+        (SOFTMAX, COLUMN, torch.zeros(4).long(), "two classes or more"),
+        (SOFTMAX, torch.zeros(4, 3), torch.zeros(3).long(), "each record of"),
+        (SOFTMAX, torch.zeros(4, 3), torch.full((4,), 3), "from 0 to 2, got 3 to 3"),
+        (SOFTMAX, torch.zeros(4, 3), torch.full((4,), -100), "No class is ignored"),
+        (SOFTMAX, torch.zeros(4, 3), torch.zeros(4, 3), "sum to 1"),
+        (SOFTMAX, torch.zeros(1, 2), torch.tensor([[1.5, -0.5]]), "targets >= 0"),
+        (SOFTMAX, torch.zeros(4, 3), torch.ones(4, 1), "a target for each"),
+        (LOGISTIC, COLUMN, ROW, "Use target.reshape\\(output.shape\\)"),
+        (LOGISTIC, ROW, ROW - 1, "targets from 0 to 1"),
+        (HINGE, COLUMN, ROW, "of shape \\(1,\\) for a record, got \\(\\)"),
+        (HINGE, ROW, ROW, "targets -1 and 1"),
+        (SQUARED, COLUMN, ROW, "of shape \\(1,\\) for a record, got \\(\\)"),
+        (SQUARED, torch.zeros(2, 2, 2), torch.zeros(2, 2, 2), "\\(records, outputs\\)"),
     ],
 )
-def test_bad_predictions_and_targets(criterion, predictions, targets, error, text):
-    with pytest.raises(error, match=text):
+def test_bad_predictions_and_targets(criterion, predictions, targets, text):
+    with pytest.raises(ValueError, match=text):
         criterion(predictions, targets)
 
 
@@ -304,7 +297,9 @@ def test_other_losses_in_the_engine(criterion, targets):
 
 def test_the_constants_do_not_cover_more_outputs_of_losses_of_one():
     model = nn.Linear(5, 3)
-    with pytest.raises(hsa.UnsupportedRunError, match="needs one output for EnvelopeBCE"):
+    with pytest.raises(
+        hsa.UnsupportedRunError, match=r"got EnvelopeBCEWithLogitsLoss.* of 3 outputs"
+    ):
         make_private("hooks", model=model, criterion=EnvelopeBCEWithLogitsLoss(0.3))
 
 

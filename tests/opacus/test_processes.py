@@ -191,7 +191,7 @@ def test_a_process_with_another_program_is_refused(two, options, others, name):
             {"ghost": True, "deep": True, "loss_geometry": None, "max_grad_norm": 0.3},
             'Expected grad_sample_mode = "hooks" with DistributedDataParallel',
         ),
-        ({"sampler": True}, "DistributedSampler: it repeats records"),
+        ({"sampler": True}, "DistributedSampler: a sampler may repeat"),
         ({"loader": {"batch_size": 1}}, "Expected a batch_size >= 2"),
     ],
 )

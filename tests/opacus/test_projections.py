@@ -158,14 +158,19 @@ def test_an_initial_model_outside_of_the_set_of_a_function(make_run):
 
 
 def test_a_function_of_the_model_itself(make_run):
-    """Its argument stays as it is, so that it passes for the identity."""
-    model = nn.Linear(5, 3)
+    """It acts on the same tensors; only the look at the start sees no difference."""
+    weights = []
+    for is_own in (True, False):
+        model = small()
 
-    def project(params):
-        clamp(list(model.parameters()))
+        def project(params, model=model if is_own else None):
+            clamp(params if model is None else list(model.parameters()))
 
-    with pytest.raises(hsa.UnsupportedRunError, match="changed the parameters of the model"):
-        make_run(model=model, after=(project, 4.0), sgd={"lr": 0.5})
+        run = make_run(model=model, after=(project, DIAMETER), sgd=FAST, noise_multiplier=0.0)
+        run.epoch()
+        weights.append(model.weight.detach())
+    assert float(weights[0].abs().max()) == pytest.approx(0.1)
+    assert torch.equal(*weights)
 
 
 class Own(BoxProjection):
@@ -181,7 +186,7 @@ class Own(BoxProjection):
         ((clamp, None), TypeError, "Expected after to be"),
         (BoxProjection, TypeError, "Expected after to be"),
         (Own(-9, 9), TypeError, "Expected after to be"),
-        ([BallProjection(2.0), BoxProjection(-9, 9)], TypeError, "Expected one projection"),
+        ([BallProjection(2.0), BoxProjection(-9, 9)], TypeError, "a prox and a projection"),
         (BoxProjection(-0.01, 0.01), hsa.UnsupportedRunError, "initial model inside"),
         (ParameterBallsProjection(0.01), hsa.UnsupportedRunError, "initial model inside"),
         ((clamp, -1.0), ValueError, "the projection > 0"),

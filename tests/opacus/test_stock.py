@@ -257,13 +257,9 @@ def drawn_again(generator):
         ({"batch_order": "poisson"}, {}, f'batch_order = "cyclic", {DEALS}.*got "poisson"'),
         ({"batch_order": "cyclic"}, {"poisson_sampling": True}, f'"poisson", {DEALS}.*"cyclic"'),
         ({"batch_order": "reshuffled"}, {}, f'"cyclic", {DEALS}.*got "reshuffled"'),
-        ({}, {"loader": drawn_again(torch.Generator())}, r"a script seeded \(torch.Generator"),
-        (
-            {},
-            {"loader": drawn_again(torch.Generator().manual_seed(1))},
-            r"a script seeded \(with 1\)",
-        ),
-        ({}, {"loader": SHUFFLED}, r"a script seeded \(with 0\)"),
+        ({}, {"loader": drawn_again(torch.Generator())}, "a script seeded"),
+        ({}, {"loader": drawn_again(torch.Generator().manual_seed(1))}, "a script seeded"),
+        ({}, {"loader": SHUFFLED}, "a script seeded"),
         (
             {},
             {"loader": {"sampler": WeightedRandomSampler(torch.ones(RECORDS), RECORDS)}},
@@ -335,7 +331,7 @@ def test_the_loader_of_the_other_engine():
         max_grad_norm=1.0,
     )
     loop = stock_loop(original=loader)
-    with pytest.raises(hsa.UnsupportedRunError, match="that HiddenStatePrivacyEngine made"):
+    with pytest.raises(hsa.UnsupportedRunError, match="of your own, got OrderedDataLoader"):
         loop.declare()
 
 

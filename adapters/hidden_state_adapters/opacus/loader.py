@@ -6,7 +6,6 @@ import collections
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import attrs
 import numpy as np
 import torch
 from opacus.data_loader import CollateFnWithEmpty
@@ -40,42 +39,30 @@ def tensors_of(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
 
 
-@attrs.frozen(eq=False)
 class Delivery:
     """A batch that the loader handed to the loop: its index in the record, its tensors."""
 
-    index: int
-    tensors: tuple[torch.Tensor, ...]
-    _writes: list[int] = attrs.field(init=False)
-
-    @_writes.default
-    def _count(self) -> list[int]:
-        return [0 if x.is_inference() else x._version for x in self.tensors]
+    def __init__(self, index: int, tensors: tuple[torch.Tensor, ...]):
+        self.index, self.tensors = index, tensors
+        self._writes = list(map(_writes_to, tensors))
 
     @property
     def unwritten(self) -> tuple[torch.Tensor, ...]:
         """The tensors that torch counted no write to since then."""
-        counts = zip(self.tensors, self._count(), self._writes, strict=True)
+        counts = zip(self.tensors, map(_writes_to, self.tensors), self._writes, strict=True)
         return tuple(tensor for tensor, now, then in counts if now == then)
 
 
-@attrs.define(eq=False)
+def _writes_to(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 class _Pass:
-    """One iterator over the loader.
+    """One iterator over the loader: steps taken when it began, batches that no step used."""
 
-    Attributes:
-        begun_at: Number of steps that were taken when it began.
-        waiting: Batches that it handed over and no step used.
-        is_over: True if it deals nothing any more.
-        is_exhausted: True if that is because it came to its end.
-    """
-
-    begun_at: int
-    waiting: collections.deque[Delivery] = attrs.field(
-        factory=lambda: collections.deque(maxlen=_AT_ONCE)
-    )
-    is_over: bool = False
-    is_exhausted: bool = False
+    def __init__(self, begun_at: int):
+        self.begun_at, self.is_over = begun_at, False
+        self.waiting: collections.deque[Delivery] = collections.deque(maxlen=_AT_ONCE)
 
 
 class BatchCursor:
@@ -84,15 +71,14 @@ class BatchCursor:
     Every iterator over the loader starts at the batch of the next step, and a batch is the same
     whenever it is dealt. So a loop may look at batches, leave an epoch early, or fetch one batch
     ahead of its steps: `take` finds the batch whose turn it is among those that were handed over.
-    Where a newer one was handed over, too, the loop may have used that; `was_fetched_ahead` tells
-    whoever sees the training passes to compare.
+    Where another one was handed over, too, the loop may have used that, and what goes into the
+    model has to be compared.
 
     Opacus' BatchMemoryManager builds a loader of its own around the batch sampler and announces
     every physical piece with `signal`. Announcements queue up, as many as its workers prefetch.
 
     Attributes:
         steps_taken: Number of logical steps of the run.
-        latest: Iterator that started last.
         taken: Batch of the latest `take`; None for a piece, and where nothing was delivered.
         was_fetched_ahead: True if the loop may have used another batch than `taken`.
 
@@ -106,26 +92,23 @@ class BatchCursor:
     def __init__(self, num_batches: int, prefetched: int = 0, *, counts_steps: bool = False):
         self._num_batches, self._prefetched = num_batches, prefetched
         self._counts_steps, self._is_kept = counts_steps, num_batches == 1 and not counts_steps
-        self.latest = _Pass(0)
         self.resume_at(0)
 
     def resume_at(self, step: int) -> None:
         """The next pass starts where a run after `step` steps goes on."""
         self.steps_taken, self._first_batch = step, step % self._num_batches
-        self._passes: list[_Pass] = []
+        self.latest, self._passes = _Pass(step), list[_Pass]()
         self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
         self._emitted: int | None = None
-        self._fetches_ahead = self._is_exhausted = self._left_out = False
+        self._is_exhausted = self._fetches_ahead = self.was_fetched_ahead = False
         self.taken: Delivery | None = None
-        self.was_fetched_ahead = False
 
     @property
     def expected_index(self) -> int:
         """The index that the next batch must have."""
-        return self.index_of(self.steps_taken)
+        return self._index_of(self.steps_taken)
 
-    def index_of(self, step: int) -> int:
-        """The index of the batch of step `step` >= 0."""
+    def _index_of(self, step: int) -> int:
         return step if self._counts_steps else step % self._num_batches
 
     @property
@@ -143,8 +126,8 @@ class BatchCursor:
         """An iterator over the batches starts."""
         self.check_finished()
         # In passes of one batch nothing else tells a loop that fetches ahead.
-        self._fetches_ahead |= self._num_batches == 1 and any(p.waiting for p in self._passes)
-        self._passes = [p for p in self._passes if p.waiting and not p.is_over]
+        self._fetches_ahead |= self._num_batches == 1 and bool(self.waiting)
+        self._passes = [own for own in self._passes if own.waiting and not own.is_over]
         self._pieces.clear()
         self._emitted, self._is_exhausted = None, False
         self.latest = _Pass(self.steps_taken)
@@ -152,21 +135,20 @@ class BatchCursor:
     def emit(self, step: int | None) -> None:
         """The batch sampler is about to yield the batch of a step; None at the end of its pass."""
         self._is_exhausted = step is None
-        self._emitted = self._emitted if step is None else self.index_of(step)
+        self._emitted = self._emitted if step is None else self._index_of(step)
 
     def deliver(self, own: _Pass, step: int, tensors: tuple[torch.Tensor, ...]) -> None:
         """The loader hands the batch of a step to the loop."""
         if own not in self._passes:
             self._passes.append(own)
-        if self._is_kept:
-            own.waiting.clear()
-        own.waiting.append(Delivery(self.index_of(step), tensors))
+        own.waiting.append(Delivery(self._index_of(step), tensors))
 
-    def end_pass(self, own: _Pass, *, is_exhausted: bool) -> None:
+    def end_pass(self, own: _Pass) -> None:
         """Nobody can ask for further batches; what a look handed over is forgotten."""
-        own.is_over, own.is_exhausted = True, is_exhausted
-        others = [p for p in self._passes if p is not own and not p.is_over]
-        if own.begun_at == self.steps_taken and any(p.waiting for p in others):
+        own.is_over = True
+        if own.begun_at == self.steps_taken and any(
+            other.waiting and not other.is_over for other in self._passes
+        ):
             own.waiting.clear()
 
     def signal(self, do_skip: bool) -> None:
@@ -181,11 +163,6 @@ class BatchCursor:
         """The batches that were delivered and not taken."""
         return tuple(batch for own in self._passes for batch in own.waiting)
 
-    @property
-    def next_is_skipped(self) -> bool:
-        """True if the piece that `take` returns next is not the last of its batch."""
-        return bool(self._pieces) and self._pieces[0][1]
-
     def take(self) -> tuple[int | None, bool]:
         """Consumes the next piece: returns the index of its batch, and whether more pieces follow.
 
@@ -197,19 +174,15 @@ class BatchCursor:
         self.taken, self.was_fetched_ahead, self._first_batch = None, False, 0
         if self._pieces:
             # Whoever gets a piece has asked for those that are prefetched, and for one more.
-            self._left_out |= len(self._pieces) > self._prefetched + 1
-            self._refuse_left_out()
+            self._refuse_left_out(len(self._pieces) > self._prefetched + 1)
             index, do_skip = self._pieces.popleft()
             if not do_skip:
                 self._drop(index)
             return index, do_skip
-        self._refuse_left_out()
         expected, waiting = self.expected_index, self.waiting
         self.taken = next((b for b in reversed(waiting) if b.index == expected), None)
         if not self._is_kept:
-            is_newest = len(waiting) == 1 and waiting[0] is self.taken
-            is_last = any(own.is_exhausted and own.waiting for own in self._passes)
-            self._fetches_ahead |= bool(waiting) and (not is_newest or is_last)
+            self._fetches_ahead |= bool(waiting) and waiting != (self.taken,)
             self.was_fetched_ahead = self._fetches_ahead
             self._drop(expected)
         return (None if self.taken is None else self.taken.index), False
@@ -217,21 +190,20 @@ class BatchCursor:
     def _drop(self, index: int | None) -> None:
         """A step uses the batch with this index, which makes all before it old."""
         for own in [] if self._is_kept else self._passes:
-            while own.waiting and any(batch.index == index for batch in own.waiting):
+            while any(batch.index == index for batch in own.waiting):
                 own.waiting.popleft()
 
     def check_finished(self) -> None:
         """Raises UnsupportedRunError if pieces were left out at the end of a pass."""
         has_taken = self.latest.begun_at < self.steps_taken
-        self._left_out |= self._is_exhausted and bool(self._pieces) and has_taken
-        self._refuse_left_out()
+        self._refuse_left_out(self._is_exhausted and bool(self._pieces) and has_taken)
 
-    def _refuse_left_out(self) -> None:
-        if self._left_out:
+    def _refuse_left_out(self, is_left_out: bool) -> None:
+        if is_left_out:
             raise UnsupportedRunError(
                 "a piece of a batch was delivered, but no step was taken on it. Step once per "
-                "batch, empty ones included, and once per piece that BatchMemoryManager delivers; "
-                "with workers, ask for epsilon at the end of an epoch."
+                "piece that BatchMemoryManager delivers, empty ones included; with workers, ask "
+                "for epsilon at the end of an epoch."
             )
 
     @property
@@ -294,42 +266,44 @@ class OrderedDataLoader(DataLoader):
         return DataLoader(
             self.rows,  # type: ignore[arg-type]
             batch_sampler=self.batch_sampler,
-            collate_fn=_as_it_is,
+            collate_fn=lambda batch: batch,
             pin_memory=self.pin_memory,
             generator=self.generator,
         )
 
     def _deliver(self, iterator: Iterator[Any], own: _Pass, first: int) -> Iterator[Any]:
-        cursor, is_exhausted = self.batch_sampler.cursor, False
+        cursor = self.batch_sampler.cursor
         try:
             for step, batch in enumerate(iterator, first):
                 cursor.deliver(own, step, tuple(tensors_of(batch)))
                 yield batch
-            is_exhausted = True
         finally:
-            cursor.end_pass(own, is_exhausted=is_exhausted)
+            cursor.end_pass(own)
+
+
+_KEPT = (
+    "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context",
+    "generator", "prefetch_factor", "persistent_workers", "pin_memory_device",
+)  # fmt: skip
 
 
 def private_loader(
     data_loader: DataLoader, plan: BatchPlan, cursor: BatchCursor, *, batch_first: bool = True
 ) -> OrderedDataLoader:
     """Returns a loader of the same data set by `plan`, with the user's workers and collate_fn."""
+    dataset, collate = data_loader.dataset, data_loader.collate_fn
+    if plan.order in OF_RANDOM_SIZE and not isinstance(collate, CollateFnWithEmpty):
+        # The wrapper learns the form from the first batch that it sees, in every worker.
+        collate = CollateFnWithEmpty(collate, batch_first=batch_first)
+        collate([dataset[plan.records[0]]])
     made = OrderedDataLoader(
-        data_loader.dataset,
+        dataset,
         batch_sampler=OrderedBatchSampler(plan, cursor),
-        num_workers=data_loader.num_workers,
-        collate_fn=_collate(data_loader, plan, batch_first),
-        pin_memory=data_loader.pin_memory,
-        timeout=data_loader.timeout,
-        worker_init_fn=data_loader.worker_init_fn,
-        multiprocessing_context=data_loader.multiprocessing_context,
-        generator=data_loader.generator,
-        prefetch_factor=data_loader.prefetch_factor,
-        persistent_workers=data_loader.persistent_workers,
-        pin_memory_device=data_loader.pin_memory_device,
+        collate_fn=collate,
+        **{name: getattr(data_loader, name) for name in _KEPT},
     )
     if not made.num_workers and plain_collate(data_loader) is default_collate:
-        made.rows = _Rows.of(data_loader.dataset)
+        made.rows = _Rows.of(dataset)
     return made
 
 
@@ -337,19 +311,6 @@ def plain_collate(data_loader: DataLoader) -> Any:
     """Returns the user's collate_fn, without Opacus' wrapper for empty batches."""
     collate = data_loader.collate_fn
     return collate.wrapped_collator_fn if isinstance(collate, CollateFnWithEmpty) else collate
-
-
-def _collate(data_loader: DataLoader, plan: BatchPlan, batch_first: bool) -> Any:
-    """Returns the user's collate_fn; for batches that may be empty in Opacus' wrapper.
-
-    The wrapper learns the form from the first batch that it sees, in every worker: one record here.
-    """
-    collate = data_loader.collate_fn
-    if plan.order not in OF_RANDOM_SIZE or isinstance(collate, CollateFnWithEmpty):
-        return collate
-    wrapped = CollateFnWithEmpty(collate, batch_first=batch_first)
-    wrapped([data_loader.dataset[plan.records[0]]])
-    return wrapped
 
 
 class _Rows(Dataset):
@@ -369,14 +330,7 @@ class _Rows(Dataset):
             own = np.asarray(dataset.indices)
             places = own if places is None else own[places]
             dataset = dataset.dataset
-        are_rows = type(dataset) is TensorDataset and all(
-            type(tensor) is torch.Tensor
-            and tensor.layout is torch.strided
-            and tensor.is_contiguous()
-            and not tensor.requires_grad
-            for tensor in dataset.tensors
-        )
-        if not are_rows:
+        if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
             return None
         return cls(dataset.tensors, None if places is None else places % len(dataset))
 
@@ -403,5 +357,6 @@ class _Rows(Dataset):
         ]
 
 
-def _as_it_is(batch: Any) -> Any:
-    return batch
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_dense = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+    return is_dense and tensor.is_contiguous() and not tensor.requires_grad

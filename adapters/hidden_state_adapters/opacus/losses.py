@@ -12,7 +12,6 @@ gradients are computed in float64, on a CPU with NumPy. How long that takes depe
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -23,6 +22,7 @@ from torch import nn
 from hidden_state_accountants import Candidate, LossGeometry, validate
 from hidden_state_accountants.losses import envelope, scalar
 from hidden_state_accountants.losses.arrays import NUMPY, Array, Arrays
+from hidden_state_accountants.losses.linear import PROBABILITY_SLACK
 from hidden_state_accountants.losses.softmax import SoftmaxEnvelope, solve
 
 _REDUCTIONS = ("mean", "sum", "none")
@@ -50,11 +50,8 @@ class _Losses(torch.autograd.Function):
     """The losses of records and, found together with them, their gradients."""
 
     @staticmethod
-    def forward(
-        predictions: torch.Tensor, targets: torch.Tensor, evaluate: Callable[..., _Pair]
-    ) -> _Pair:
-        values, gradients = evaluate(predictions, targets)
-        return values.to(predictions), gradients.to(predictions)
+    def forward(predictions: torch.Tensor, evaluate: Callable[[torch.Tensor], _Pair]) -> _Pair:
+        return evaluate(predictions)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: _Pair) -> None:
@@ -63,39 +60,10 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, weights: torch.Tensor, _: Any) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx: Any, weights: torch.Tensor, _: Any) -> tuple[torch.Tensor, None]:
         (gradients,) = ctx.saved_tensors
         shape = (*weights.shape, *[1] * (gradients.dim() - weights.dim()))
-        return weights.reshape(shape) * gradients, None, None
-
-
-class _Last:
-    """The latest result of a loss and its copies: loop and step ask the same of every batch."""
-
-    def __init__(self) -> None:
-        self._asked: tuple[Any, ...] = ()
-        self._found: Any = None
-
-    def of(self, loss: EnvelopeLoss, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
-        """Returns losses and gradients, computed unless the numbers are the same again."""
-        settings, tensors = (type(loss), loss._settings), (predictions.detach(), targets.detach())
-        if not (
-            self._asked and self._asked[0] == settings and all(map(_same, self._asked[1], tensors))
-        ):
-            self._found = loss._evaluate(*tensors)
-            self._asked = settings, [tensor.clone() for tensor in tensors]
-        return self._found  # type: ignore[no-any-return]
-
-    def __deepcopy__(self, memo: Any) -> _Last:
-        return self
-
-    def __reduce__(self) -> Any:
-        return _Last, ()
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    is_alike = one.dtype == other.dtype and one.device == other.device
-    return is_alike and torch.equal(one, other)
+        return weights.reshape(shape) * gradients, None
 
 
 class EnvelopeLoss(nn.Module):
@@ -116,6 +84,7 @@ class EnvelopeLoss(nn.Module):
     _kink: ClassVar[str] = ""
     _least_clip_norm: ClassVar[float] = 0.0
     _names: ClassVar[tuple[str, ...]] = ("clip_norm", "smoothing")
+    _latest: ClassVar[tuple[Any, ...]] = ()  # what was asked, and found: the step asks it again
 
     def __init__(self, clip_norm: float, smoothing: float = 0.0, reduction: str = "mean"):
         super().__init__()
@@ -126,7 +95,6 @@ class EnvelopeLoss(nn.Module):
                 f"Expected reduction to be one of {', '.join(_REDUCTIONS)}, got {reduction!r}."
             )
         self.reduction = reduction
-        self._last = _Last()
 
     def extra_repr(self) -> str:
         settings = (f"{name}={value:g}" for name, value in self._settings.items())
@@ -147,18 +115,8 @@ class EnvelopeLoss(nn.Module):
         return {name: getattr(self, name) for name in self._names}
 
     def forward(self, input: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        """Returns the loss of a batch.
-
-        Raises:
-            TypeError, ValueError: Predictions or targets that the loss is not made for.
-        """
-        if input.dtype not in (torch.float32, torch.float64):
-            raise TypeError(
-                f"Expected predictions in float32 or float64, got {input.dtype}. Compute the loss "
-                "outside of autocast."
-            )
-        evaluate = functools.partial(self._last.of, self)
-        losses: torch.Tensor = _Losses.apply(input, target, evaluate)[0]
+        """Returns the loss of a batch; raises ValueError for targets that it is not made for."""
+        losses: torch.Tensor = _Losses.apply(input, lambda z: self._evaluated(z, target))[0]
         if self.reduction == "none":
             return losses
         return losses.mean() if self.reduction == "mean" else losses.sum()
@@ -167,23 +125,50 @@ class EnvelopeLoss(nn.Module):
         """Returns the gradient of the loss of every record in its predictions, without a reduction.
 
         Raises:
-            TypeError, ValueError: As `forward`.
+            ValueError: Targets that the loss is not made for.
         """
-        return self._last.of(self, predictions, targets)[1].to(predictions)
+        return self._evaluated(predictions, targets)[1]
+
+    def _evaluated(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
+        """Returns values and gradients, in the type of the predictions."""
+        settings, tensors = (type(self), self._settings), (predictions.detach(), targets.detach())
+        last = EnvelopeLoss._latest
+        if not (last and last[0] == settings and all(map(_same, last[1], tensors))):
+            last = settings, [tensor.clone() for tensor in tensors], self._evaluate(*tensors)
+            EnvelopeLoss._latest = last
+        values, gradients = last[2]
+        return values.to(predictions), gradients.to(predictions)
 
     def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
-        """Returns values and gradients of the records."""
+        """Returns values and gradients of the records, in float64."""
+        targets = self._checked(predictions, targets)
+        if not _is_on_host(predictions):
+            return self._computed(TORCH, predictions.double(), targets)
+        pair = self._computed(NUMPY, predictions.double().numpy(), targets.numpy())
+        return torch.from_numpy(pair[0]), torch.from_numpy(pair[1])
+
+    def _checked(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Returns targets of the shape of the predictions, in float64; raises for others."""
+        if targets.shape != predictions.shape:
+            raise ValueError(
+                f"Expected a target for each prediction, of shape {tuple(predictions.shape[1:])} "
+                f"for a record, got {tuple(targets.shape[1:])}. Use target.reshape(output.shape)."
+            )
+        return targets.double()
+
+    def _computed(self, xp: Arrays, predictions: Array, targets: Array) -> tuple[Array, Array]:
+        """Returns values and gradients in arrays of a framework."""
         raise NotImplementedError
 
-    def _computed(
-        self, loss: Callable[..., tuple[Array, Array]], *tensors: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns values and gradients that a function of the core computes in float64."""
-        wide = [tensor.double() for tensor in tensors]
-        if not _is_on_host(wide[0]):
-            return loss(TORCH, *wide, **self._settings)
-        values, gradients = loss(NUMPY, *(x.numpy() for x in wide), **self._settings)
-        return torch.from_numpy(values), torch.from_numpy(gradients)
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    is_alike = one.dtype == other.dtype and one.device == other.device
+    return is_alike and torch.equal(one, other)
+
+
+def _is_on_host(tensor: torch.Tensor) -> bool:
+    """Tells whether NumPy can have it, whose operations on small arrays cost half as much."""
+    return tensor.device.type == "cpu"
 
 
 class EnvelopeCrossEntropyLoss(EnvelopeLoss):
@@ -207,105 +192,82 @@ class EnvelopeCrossEntropyLoss(EnvelopeLoss):
     _geometry = LossGeometry.envelope_softmax_cross_entropy
     _least_clip_norm = envelope.LEAST_SOFTMAX_CLIP_NORM
 
-    def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
-        probabilities = _probabilities(predictions, targets)
-        c, m = self.clip_norm, self.smoothing
-        if _is_on_host(predictions):
-            pair = envelope.softmax_envelope(predictions.numpy(), probabilities.numpy(), c, m)
-            return torch.from_numpy(pair[0]), torch.from_numpy(pair[1])
-        logits, probabilities = predictions.T.double().contiguous(), probabilities.T.contiguous()
-        problem = SoftmaxEnvelope.of(TORCH, logits, probabilities, c, m)
+    def _checked(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if predictions.dim() != 2 or predictions.shape[1] < 2:
+            raise ValueError(
+                "Expected logits of shape (records, classes) with two classes or more, got "
+                f"{tuple(predictions.shape[1:])} for each record."
+            )
+        records, classes = predictions.shape
+        if targets.is_floating_point():
+            targets = super()._checked(predictions, targets)
+            sums = targets.sum(dim=1, keepdim=True)
+            if not bool((targets >= 0).all() & ((sums - 1).abs() < PROBABILITY_SLACK).all()):
+                raise ValueError("Expected targets >= 0 that sum to 1 for every record.")
+            return targets / sums
+        if targets.shape != (records,):
+            raise ValueError(
+                "Expected one class for each record of the logits, got others, of shape "
+                f"{tuple(targets.shape[1:])} each."
+            )
+        if records and not bool(((targets >= 0) & (targets < classes)).all()):
+            raise ValueError(
+                f"Expected classes from 0 to {classes - 1}, got {int(targets.min())} to "
+                f"{int(targets.max())}. No class is ignored: remove such records beforehand."
+            )
+        zeros = torch.zeros(predictions.shape, dtype=torch.float64, device=predictions.device)
+        return zeros.scatter_(1, targets.long().unsqueeze(1), 1.0)
+
+    def _computed(self, xp: Arrays, predictions: Array, targets: Array) -> tuple[Array, Array]:
+        if xp is NUMPY:
+            return envelope.softmax_envelope(predictions, targets, **self._settings)
+        columns = (array.T.contiguous() for array in (predictions, targets))
+        problem = SoftmaxEnvelope.of(xp, *columns, **self._settings)
         point = solve(problem)
         return problem.value(point), problem.gradient(point).T
-
-
-def _probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Returns the targets as probabilities in float64, of the shape of the logits."""
-    if logits.dim() != 2 or logits.shape[1] < 2:
-        raise ValueError(
-            "Expected logits of shape (records, classes) with two classes or more, got "
-            f"{tuple(logits.shape[1:])} for each record."
-        )
-    records, classes = logits.shape
-    if targets.is_floating_point():
-        _check_shape(targets, logits, "probabilities")
-        targets = targets.double()
-        sums = targets.sum(dim=1, keepdim=True)
-        if not bool(((targets >= 0).all(dim=1, keepdim=True) & ((sums - 1).abs() < 1e-5)).all()):
-            raise ValueError("Expected targets >= 0 that sum to 1 for every record, got others.")
-        return targets / sums
-    if targets.shape != (records,):
-        raise ValueError(
-            "Expected one class for each record of the logits, got others, of shape "
-            f"{tuple(targets.shape[1:])} each."
-        )
-    if records and not bool(((targets >= 0) & (targets < classes)).all()):
-        raise ValueError(
-            f"Expected classes from 0 to {classes - 1}, got {int(targets.min())} to "
-            f"{int(targets.max())}. No class is ignored: remove such records beforehand."
-        )
-    zeros = torch.zeros(logits.shape, dtype=torch.float64, device=logits.device)
-    return zeros.scatter_(1, targets.long().unsqueeze(1), 1.0)
-
-
-def _check_shape(targets: torch.Tensor, predictions: torch.Tensor, name: str) -> None:
-    if targets.shape != predictions.shape:
-        raise ValueError(
-            f"Expected {name} for the records of the predictions, of shape "
-            f"{tuple(predictions.shape[1:])} each, got others, of shape "
-            f"{tuple(targets.shape[1:])} each. Use target.reshape(output.shape)."
-        )
 
 
 class EnvelopeBCEWithLogitsLoss(EnvelopeLoss):
     """The envelope of nn.BCEWithLogitsLoss, for every entry by itself; for one output.
 
-    Called with logits and targets in [0, 1] of one shape.
-
-    Args:
-        clip_norm: Clip norm C; from 1 on it never acts.
-        smoothing: Smoothing m >= 0.
-        reduction: Reduction over the records, "mean", "sum" or "none".
-
-    Raises:
-        TypeError, ValueError: An argument has an impossible value.
+    Called with logits and targets in [0, 1] of one shape. Arguments and errors are those of
+    `EnvelopeCrossEntropyLoss`; from C = 1 on it never acts.
     """
 
     curvature = 0.25
     _geometry = LossGeometry.envelope_logistic
 
-    def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
-        _check_shape(targets, predictions, "targets")
+    def _checked(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        targets = super()._checked(predictions, targets)
         if not bool(((targets >= 0) & (targets <= 1)).all()):
             raise ValueError("Expected targets from 0 to 1, got others.")
-        return self._computed(scalar.logistic, predictions, targets)
+        return targets
+
+    def _computed(self, xp: Arrays, predictions: Array, targets: Array) -> tuple[Array, Array]:
+        return scalar.logistic(xp, predictions, targets, **self._settings)
 
 
 class EnvelopeHingeLoss(EnvelopeLoss):
     """The envelope of max(0, 1 - target * prediction), for every entry by itself; for one output.
 
-    Called with predictions and targets -1 or 1 of one shape.
-
-    Args:
-        clip_norm: Clip norm C; from 1 on it never acts.
-        smoothing: Smoothing m > 0.
-        reduction: Reduction over the records, "mean", "sum" or "none".
-
-    Raises:
-        TypeError, ValueError: An argument has an impossible value.
+    Called with predictions and targets -1 or 1 of one shape. Arguments and errors are those of
+    `EnvelopeCrossEntropyLoss`, with m > 0; from C = 1 on it never acts.
     """
 
-    curvature = float("inf")
+    curvature = math.inf
     _geometry = LossGeometry.envelope_hinge
     _kink = "hinge"
 
-    def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
-        _check_shape(targets, predictions, "targets")
+    def _checked(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        targets = super()._checked(predictions, targets)
         if not bool((targets.abs() == 1).all()):
             raise ValueError(
                 "Expected targets -1 and 1, got others. Use 2 * target - 1 for 0 and 1."
             )
-        return self._computed(scalar.hinge, predictions, targets)
+        return targets
+
+    def _computed(self, xp: Arrays, predictions: Array, targets: Array) -> tuple[Array, Array]:
+        return scalar.hinge(xp, predictions, targets, **self._settings)
 
 
 class EnvelopeSquaredErrorLoss(EnvelopeLoss):
@@ -313,16 +275,10 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
 
     Called with predictions and targets of one shape, (records,) or (records, outputs). The squares
     of a record's outputs are added up (nn.MSELoss takes their mean), and the clip acts on the
-    gradient in all of them.
+    gradient in all of them. Other arguments and errors are those of `EnvelopeCrossEntropyLoss`.
 
     Args:
-        clip_norm: Clip norm C.
-        smoothing: Smoothing m >= 0.
         scale: Factor of the loss, 1 for half the squared error; nn.MSELoss of one output has 2.
-        reduction: Reduction over the records, "mean", "sum" or "none".
-
-    Raises:
-        TypeError, ValueError: An argument has an impossible value.
     """
 
     takes_several_outputs = True
@@ -344,33 +300,26 @@ class EnvelopeSquaredErrorLoss(EnvelopeLoss):
         """Lipschitz constant M of the plain loss' gradient."""
         return self.scale
 
-    def _evaluate(self, predictions: torch.Tensor, targets: torch.Tensor) -> _Pair:
-        _check_shape(targets, predictions, "targets")
+    def _checked(self, predictions: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         if predictions.dim() not in (1, 2):
             raise ValueError(
                 "Expected predictions of shape (records,) or (records, outputs), got "
                 f"{tuple(predictions.shape[1:])} for each record."
             )
+        return super()._checked(predictions, targets)
+
+    def _computed(self, xp: Arrays, predictions: Array, targets: Array) -> tuple[Array, Array]:
         outputs = math.prod(predictions.shape[1:])
-        columns = (tensor.reshape(-1, outputs).T for tensor in (predictions, targets))
-        values, gradients = self._computed(scalar.squared_error, *columns)
+        columns = (array.reshape(-1, outputs).T for array in (predictions, targets))
+        values, gradients = scalar.squared_error(xp, *columns, **self._settings)
         return values, gradients.T.reshape(predictions.shape)
 
 
-def _is_on_host(tensor: torch.Tensor) -> bool:
-    """Tells whether NumPy can have it, whose operations on small arrays cost half as much."""
-    return tensor.device.type == "cpu"
-
-
-_PLAIN = {
-    "softmax_cross_entropy": nn.CrossEntropyLoss,
-    "logistic": nn.BCEWithLogitsLoss,
-    "squared_error": lambda: nn.HuberLoss(delta=1e6),  # half the square
-}
-_ENVELOPES = {
-    "softmax_cross_entropy": EnvelopeCrossEntropyLoss,
-    "logistic": EnvelopeBCEWithLogitsLoss,
-    "squared_error": EnvelopeSquaredErrorLoss,
+_LOSSES: dict[str, tuple[Callable[..., nn.Module], Callable[..., nn.Module]]] = {
+    "softmax_cross_entropy": (nn.CrossEntropyLoss, EnvelopeCrossEntropyLoss),
+    "logistic": (nn.BCEWithLogitsLoss, EnvelopeBCEWithLogitsLoss),
+    # Half the square.
+    "squared_error": (lambda: nn.HuberLoss(delta=1e6), EnvelopeSquaredErrorLoss),
 }
 
 
@@ -381,6 +330,7 @@ def recommended_criterion(candidate: Candidate) -> nn.Module:
     With `candidate.make_private_arguments()` and the batch size and learning rate of its event that
     is the whole run.
     """
+    plain, enveloped = _LOSSES[candidate.loss]
     if candidate.smoothing is None:
-        return _PLAIN[candidate.loss]()
-    return _ENVELOPES[candidate.loss](clip_norm=candidate.clip_norm, smoothing=candidate.smoothing)
+        return plain()
+    return enveloped(clip_norm=candidate.clip_norm, smoothing=candidate.smoothing)

@@ -18,7 +18,6 @@ from torch.utils.data import (
     BatchSampler,
     ConcatDataset,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -37,9 +36,8 @@ from hidden_state_adapters.batch_plans import BatchPlan, RandomKeys, SampledPlan
 from hidden_state_adapters.opacus.loader import OrderedBatchSampler
 
 _FIXED_ORDER = (
-    "Pass a DataLoader(dataset, batch_size=b, shuffle=False); for another order use "
-    "torch.utils.data.Subset(dataset, order) with an order that does not depend on the records. "
-    "It counts as public."
+    "Pass a DataLoader(dataset, batch_size=b, shuffle=False); for another public order of "
+    "torch.utils.data.Subset(dataset, order)."
 )
 # A seed that was drawn by the operating system has 64 bits, one that a person wrote has not.
 _LEAST_SECRET_SEED = 2**32
@@ -86,11 +84,7 @@ class Batches:
             rate = parse_sampling_rate(self.order, self.sampling_rate)
             object.__setattr__(self, "sampling_rate", rate)
             validate.integer("batch_size", self.batch_size, minimum=1)
-        self._check_seed()
-
-    def _check_seed(self) -> None:
-        """Refuses a seed where it would give away an order that has to stay secret."""
-        order, seed, is_secret = self.order, self.seed, self.seed_is_secret
+        order, seed = self.order, self.seed
         if self.max_batch_size is not None and order not in OF_RANDOM_SIZE:
             raise ValueError(
                 f'Expected max_batch_size = None with batch_order="{order.value}", got '
@@ -98,26 +92,14 @@ class Batches:
                 "Leave it out."
             )
         if seed is None:
-            if is_secret:
-                raise ValueError(
-                    "Expected seed_is_secret = False without a seed, got True: an order that is "
-                    "drawn without a seed is secret anyway. Leave it out."
-                )
             return
         if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or seed < 0:
             raise ValueError("Expected seed to be an integer >= 0 or None, got another value.")
-        if order in (BatchOrder.CYCLIC, BatchOrder.FULL):
-            raise ValueError(
-                f'Expected seed = None with batch_order="{order.value}", which draws nothing. Use '
-                'Batches("shuffled_once", seed=...).'
-            )
-        if order is not BatchOrder.SHUFFLED_ONCE and not is_secret:
+        if order is not BatchOrder.SHUFFLED_ONCE and not self.seed_is_secret:
             raise UnsupportedRunError(
                 f'Expected seed = None with batch_order="{order.value}", got a seed: whoever knows '
-                "it knows which steps used a record, and the guarantee rests on nobody knowing. "
-                "Leave it out (the order then comes from the operating system's random source), "
-                'use "shuffled_once" (a seed makes it public, accounted as cyclic), or say that it '
-                "is secret if it is random and never written down: seed_is_secret=True."
+                "it knows which steps used a record. Leave it out; or, of a random seed that "
+                "nobody else will ever know, pass seed_is_secret=True."
             )
 
 
@@ -144,8 +126,6 @@ def plan_batches(
     order, rate = batches.order, batches.sampling_rate
     records = _record_order(data_loader, order)
     refuse_repeated_records(data_loader.dataset)
-    if not records:
-        raise UnsupportedRunError("Expected at least one record, got an empty data set.")
     sampler: Any = data_loader.batch_sampler
     num_batches = None
     if order is BatchOrder.POISSON and rate is None:
@@ -153,8 +133,7 @@ def plan_batches(
         if num_batches == 0:
             raise UnsupportedRunError(
                 f"Expected at least one batch, got a batch_size of {sampler.batch_size} for "
-                f"{len(records)} records and drop_last=True. Lower the batch size, or leave "
-                "drop_last out."
+                f"{len(records)} records. Lower the batch size."
             )
     plan = plan_of(
         order,
@@ -187,51 +166,39 @@ def default_order(data_loader: DataLoader, poisson_sampling: bool | None) -> Bat
 
 
 def _record_order(data_loader: DataLoader, batch_order: BatchOrder) -> Sequence[int]:
-    if isinstance(data_loader.dataset, IterableDataset):
-        raise UnsupportedRunError(
-            "Expected a data set with an index, got an IterableDataset: its order cannot be "
-            f"checked. Load it into a map-style data set. {_FIXED_ORDER}"
-        )
-    batches, sampler = data_loader.batch_sampler, data_loader.sampler
+    """Returns the records that a loader asks for, in its order if that is fixed."""
+    batches, dataset = data_loader.batch_sampler, data_loader.dataset
     if isinstance(batches, OrderedBatchSampler):
         return batches.plan.records
-    if type(batches) is not BatchSampler:
+    if isinstance(dataset, IterableDataset) or type(batches) is not BatchSampler:
         got = "batch_size=None" if batches is None else f"batch_sampler={type(batches).__name__}"
+        got = "an IterableDataset" if isinstance(dataset, IterableDataset) else got
         raise UnsupportedRunError(
-            f"Expected a DataLoader with a batch_size, got {got}: its batches may overlap or vary "
-            f"in size, or there are none. {_FIXED_ORDER}"
+            f"Expected a map-style data set in batches of a batch_size, got {got}: which records "
+            f"a batch holds cannot be read. {_FIXED_ORDER}"
         )
     sampler = batches.sampler
-    size = len(data_loader.dataset)  # type: ignore[arg-type]
+    size = len(dataset)  # type: ignore[arg-type]
     is_whole = type(sampler) is RandomSampler and not sampler.replacement
     is_whole = is_whole and sampler.num_samples == size
     if (is_whole or type(sampler) is SubsetRandomSampler) and batch_order is BatchOrder.CYCLIC:
         raise UnsupportedRunError(
-            f'Expected records in a fixed order with batch_order="{batch_order.value}", got '
-            f"{'shuffle=True' if is_whole else 'SubsetRandomSampler'}, which draws a new order in "
-            'every epoch. Pass batch_order="reshuffled" for a new secret order in every epoch, or '
-            'batch_order="poisson" for Opacus\' sampling; both are drawn here. For a fixed, public '
-            "order pass shuffle=False."
+            'Expected records in a fixed order with batch_order="cyclic", got '
+            f"{'shuffle=True' if is_whole else 'SubsetRandomSampler'}. Pass "
+            'batch_order="reshuffled" for a new secret order in every epoch, or "poisson" for '
+            "Opacus' sampling; for a fixed, public order shuffle=False."
         )
     # Elsewhere the order of the loader does not matter.
-    if is_whole or (
-        type(sampler) is SequentialSampler and sampler.data_source is data_loader.dataset
-    ):
+    if is_whole or (type(sampler) is SequentialSampler and sampler.data_source is dataset):
         return range(size)
     indices = sampler.indices if type(sampler) is SubsetRandomSampler else sampler
     if isinstance(indices, list | tuple | range) or indices is not sampler:
-        _refuse_repeated_indices(indices, data_loader.dataset, "the sampler")
+        _refuse_repeated_indices(indices, dataset, "the sampler")
         return indices if isinstance(indices, range) else tuple(int(index) for index in indices)
-    shuffles = "a sampler may repeat, leave out or reorder records"
-    if isinstance(sampler, DistributedSampler):
-        shuffles = (
-            "it repeats records so that all processes get equally many. Leave it out: make_private "
-            "gives every process its part of every batch"
-        )
     raise UnsupportedRunError(
         f"Expected records in the fixed order of the data set, got sampler="
-        f"{type(sampler).__name__}: "
-        f"{shuffles}. {_FIXED_ORDER}"
+        f"{type(sampler).__name__}: a sampler may repeat, leave out or reorder records (several "
+        f"processes need none: each gets its part of every batch). {_FIXED_ORDER}"
     )
 
 
@@ -246,8 +213,7 @@ def refuse_repeated_records(dataset: Any) -> None:
         if _has_repeated_records(dataset):
             raise UnsupportedRunError(
                 "Expected every record once per epoch, got a ConcatDataset that holds a record "
-                "twice (the same data set, the same tensors behind two, or subsets or slices that "
-                "overlap): one person would count once but act twice. Remove the copy."
+                "twice: one person would count once but act twice. Remove the copy."
             )
 
 
@@ -333,21 +299,16 @@ def read_loader(data_loader: Any) -> BatchPlan:
 
     Raises:
         UnsupportedRunError: It is another loader, which cannot be read, or it deals batches that
-            no bound here is about; the text says what to use.
+            no bound here is about.
     """
-    if not isinstance(data_loader, DataLoader):
+    batches = getattr(data_loader, "batch_sampler", None)
+    if not isinstance(data_loader, DataLoader) or isinstance(batches, OrderedBatchSampler):
         raise UnsupportedRunError(
-            f"Expected a torch.utils.data.DataLoader, got {type(data_loader).__name__}: its "
-            "batches cannot be read. Put the records into a DataLoader."
+            f"Expected a torch.utils.data.DataLoader of your own, got {type(data_loader).__name__}:"
+            " its batches cannot be read. Put the records into a DataLoader."
         )
-    if type(data_loader.batch_sampler) in _POISSON_SAMPLERS:
-        return _read_poisson(data_loader)
-    if isinstance(data_loader.batch_sampler, OrderedBatchSampler):
-        raise UnsupportedRunError(
-            f"Expected a loader of your own, got the {type(data_loader).__name__} that "
-            "HiddenStatePrivacyEngine made for another run. Pass the one that it was made from."
-        )
-    return _read_equal_batches(data_loader)
+    is_poisson = type(batches) in _POISSON_SAMPLERS
+    return _read_poisson(data_loader) if is_poisson else _read_equal_batches(data_loader)
 
 
 def drawn_rate(rate: float, dtype: torch.dtype = torch.float32) -> float:
@@ -381,28 +342,17 @@ def _read_equal_batches(data_loader: DataLoader) -> BatchPlan:
     if shuffles and size < len(sampler):
         raise UnsupportedRunError(
             f"Expected a batch_size that divides the {len(sampler)} records, got "
-            f"{plan.batch_size}: with shuffle=True, drop_last=True leaves out other records in "
-            "every epoch, and no bound here is about that. Leave the same records out with "
-            f"torch.utils.data.Subset(dataset, range({size})), or use poisson_sampling=True."
+            f"{plan.batch_size}: drop_last=True leaves out other records in every epoch. Leave the "
+            f"same ones out with torch.utils.data.Subset(dataset, range({size}))."
         )
     if plan.num_batches == 1:
         plan.order = BatchOrder.FULL
     elif shuffles:
-        _refuse_known_seed(sampler)
+        seed = (sampler.generator or torch.default_generator).initial_seed()
+        if seed < _LEAST_SECRET_SEED or seed == _SEED_OF_NEW_GENERATORS:
+            raise UnsupportedRunError(
+                "Expected a secret order, got a loader that shuffles with a generator that a "
+                "script seeded: whoever knows the seed knows which steps used a record. Give the "
+                "DataLoader generator=torch.Generator().manual_seed(secrets.randbits(63))."
+            )
     return plan
-
-
-def _refuse_known_seed(sampler: Any) -> None:
-    """Raises UnsupportedRunError if a script seeded what shuffles."""
-    seed = (sampler.generator or torch.default_generator).initial_seed()
-    if seed >= _LEAST_SECRET_SEED and seed != _SEED_OF_NEW_GENERATORS:
-        return
-    raise UnsupportedRunError(
-        "the loader shuffles with a generator that a script seeded "
-        f"({'with ' + str(seed) if seed < _LEAST_SECRET_SEED else 'torch.Generator()'}): whoever "
-        "knows the seed knows which steps used a record, and no bound here is about such orders. "
-        "Do not seed torch, or give the DataLoader "
-        "generator=torch.Generator().manual_seed(secrets.randbits(63)), or use "
-        'HiddenStatePrivacyEngine with batch_order="reshuffled", which draws secret orders from '
-        "the operating system; without secrets, shuffle=False."
-    )

@@ -10,12 +10,10 @@ from torch import nn
 
 from hidden_state_accountants import UnsupportedRunError
 
-_FULL = ("ieee", "none")
 _AS_IT_IS = contextlib.nullcontext()
 _REMEDY = (
-    "the gradients are then off by 1e-3 of their length or more, and not those of the declared "
-    "loss. Train in float32; only a frozen backbone may be coarser, inside the model's forward, if "
-    "it sets back what it sets."
+    "the gradients are then off by 1e-3 of their length or more. Train in float32; only a frozen "
+    "backbone may be coarser, inside the model's forward, if it sets back what it sets."
 )
 
 
@@ -43,9 +41,6 @@ def exact_products(device_type: str) -> contextlib.AbstractContextManager[None]:
 
     Rounded in TF32, one record would count for up to 1.001 times the clip norm in a sum of clipped
     gradients, rounded in bfloat16 for more.
-
-    Raises:
-        UnsupportedRunError: The precision was set for one device by itself.
     """
     return _AS_IT_IS if is_exact() else _highest(device_type)
 
@@ -53,17 +48,23 @@ def exact_products(device_type: str) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _highest(device_type: str) -> Iterator[None]:
     before = _product_precision()
-    if before not in ("highest", "high", "medium"):
-        raise UnsupportedRunError(
-            f"Expected one precision of float32 matrix products, got {before!r} (TF32 or "
-            'bfloat16). Call torch.set_float32_matmul_precision("highest").'
-        )
     torch.set_float32_matmul_precision("highest")
     try:
         with torch.autocast(device_type, enabled=False):
             yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def _product_precision() -> str:
+    """Returns what torch calls the precision of float32 products."""
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:  # since torch 2.9
+        raise UnsupportedRunError(
+            "Expected one precision of float32 matrix products, got one of a device by itself "
+            '(TF32 or bfloat16). Call torch.set_float32_matmul_precision("highest").'
+        ) from None
 
 
 def check_arithmetic(params: Sequence[nn.Parameter]) -> None:
@@ -93,30 +94,16 @@ def check_convolutions(params: Sequence[nn.Parameter]) -> None:
     if all(p.dtype == torch.float64 for p in params):
         return
     for device_type in {p.device.type for p in params}:
-        for precision in _convolution_precisions(device_type):
-            if precision not in _FULL:
-                raise UnsupportedRunError(
-                    f"Expected convolutions and recurrent layers in float32 with a declared "
-                    f"loss_geometry, got precision {precision!r} on {device_type!r} "
-                    "(torch.backends.cudnn.allow_tf32 = False, and on a CPU "
-                    f'torch.backends.mkldnn.conv.fp32_precision = "ieee", sets it): {_REMEDY}'
-                )
-
-
-def _product_precision() -> str:
-    """Returns what torch calls the precision of float32 products."""
-    try:
-        return str(torch.get_float32_matmul_precision())
-    except RuntimeError:  # since torch 2.9, where one device was set by itself
-        return "lower on some device"
-
-
-def _convolution_precisions(device_type: str) -> Iterator[str]:
-    on_cuda = device_type == "cuda"
-    backend = torch.backends.cudnn if on_cuda else torch.backends.mkldnn
-    parts = [getattr(backend, name, None) for name in ("conv", "rnn")]
-    names = [getattr(part, "fp32_precision", None) for part in parts]
-    if None not in names:  # since torch 2.9
-        yield from map(str, names)
-    elif on_cuda:
-        yield "tf32" if torch.backends.cudnn.allow_tf32 else "ieee"
+        on_cuda = device_type == "cuda"
+        backend = torch.backends.cudnn if on_cuda else torch.backends.mkldnn
+        parts = [getattr(backend, name, None) for name in ("conv", "rnn")]
+        precisions = [getattr(part, "fp32_precision", None) for part in parts]
+        if None in precisions:  # before torch 2.9
+            precisions = ["tf32" if on_cuda and torch.backends.cudnn.allow_tf32 else "ieee"]
+        if not {"ieee", "none"}.issuperset(precisions):
+            raise UnsupportedRunError(
+                f"Expected convolutions and recurrent layers in float32 with a declared "
+                f"loss_geometry, got {precisions} on {device_type!r} "
+                "(torch.backends.cudnn.allow_tf32 = False, on a CPU "
+                f'torch.backends.mkldnn.conv.fp32_precision = "ieee", sets it): {_REMEDY}'
+            )

@@ -67,7 +67,7 @@ class TrainingRun:
             loader.num_workers * (loader.prefetch_factor or 0),
             counts_steps=plan.draws_every_step,
         )
-        declared.frozen.hold(tells=True)
+        declared.frozen.hold()
         made = SampledRun if declared.head is None else HeadRun
         self.passes: Passes = made(declared, self.cursor)
         # A script may keep the model alone, and train it in another run.

@@ -50,12 +50,12 @@ class StepMap:
         """Checks that a run may start from these parameters.
 
         Raises:
-            UnsupportedRunError: They are outside of the set, or the map is not nonexpansive.
+            UnsupportedRunError: They are outside of the set.
             ValueError: It is not defined for them.
         """
         mapped = [p.detach().clone() for p in params]
         self.apply(mapped, step_size)
-        moved = _distance(params, mapped)
+        moved = float(joint_norm([p - m for p, m in zip(params, mapped, strict=True)]))
         if not moved <= ROUNDING * (1 + float(joint_norm(params))):
             raise UnsupportedRunError(
                 f"Expected an initial model inside {self!r}, got one outside, at distance "
@@ -103,7 +103,7 @@ def _radius(radius: Any) -> float:
 
 def _radii(radius: Any) -> float | tuple[float, ...]:
     if isinstance(radius, Iterable) and not isinstance(radius, str):
-        return tuple(_radius(r) for r in radius)
+        return tuple(map(_radius, radius))
     return _radius(radius)
 
 
@@ -190,19 +190,12 @@ class BoxProjection(StepMap):
 
     @torch.no_grad()
     def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
-        """See `StepMap.apply`."""
+        """See `StepMap.apply`; the ends are numbers of the parameter's type inside the interval."""
         for param in params:
-            param.clamp_(*self._ends(param))
-
-    def _ends(self, param: torch.Tensor) -> tuple[float, float]:
-        """Returns the ends as numbers of the parameter's type, not outside of the interval."""
-        ends = torch.tensor((self.low, self.high), dtype=param.dtype)
-        inwards = torch.nextafter(ends, ends.flip(0))
-        low, high = (float(end) for end in ends)
-        return (
-            low if low >= self.low else float(inwards[0]),
-            high if high <= self.high else float(inwards[1]),
-        )
+            ends = torch.tensor((self.low, self.high), dtype=param.dtype)
+            inwards = torch.nextafter(ends, ends.flip(0))
+            (low, high), (above, below) = ends.tolist(), inwards.tolist()
+            param.clamp_(low if low >= self.low else above, high if high <= self.high else below)
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
         """See `StepMap.diameter`: the diagonal."""
@@ -234,32 +227,19 @@ class UsersMap(StepMap):
     @torch.no_grad()
     def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
         """See `StepMap.apply`."""
-        copies = [p.detach().clone() for p in params]
-        given = [(id(copy), copy.data_ptr()) for copy in copies]
         further = (step_size,) if self.name == "prox" else ()
-        returned = self._function(copies, *further)
-        if returned is not None or given != [(id(copy), copy.data_ptr()) for copy in copies]:
+        if self._function(list(params), *further) is not None:
             raise TypeError(
                 f"Expected {self.name} to change the tensors of a list in place and to return "
-                "None, got others. Write for example p.clamp_(-1, 1) for each p."
+                "None, got another result. Write for example p.clamp_(-1, 1) for each p."
             )
-        for param, mapped in zip(params, copies, strict=True):
-            param.copy_(mapped)
 
     def diameter(self, params: Sequence[nn.Parameter]) -> float:
         """See `StepMap.diameter`."""
         return self._diameter
 
     def start(self, params: Sequence[nn.Parameter], step_size: float) -> None:
-        """See `StepMap.start`; the function must leave the parameters of the model alone."""
-        before, mapped = ([p.detach().clone() for p in params] for _ in range(2))
-        self.apply(mapped, step_size)
-        if _distance(before, params):
-            raise UnsupportedRunError(
-                f"Expected {self!r} to change the list of tensors that it is given, got one that "
-                "changed the parameters of the model itself. Loop over its argument, not over "
-                "model.parameters()."
-            )
+        """See `StepMap.start`."""
         if self.name == "projection":
             super().start(params, step_size)
 
@@ -284,14 +264,11 @@ def maps_after(value: Any) -> dict[str, StepMap] | None:
     Raises:
         TypeError: It is something else, or two of a kind.
     """
-    found: dict[str, StepMap] = {}
-    for item in value if isinstance(value, list) else [] if value is None else [value]:
-        made = _step_map(item)
-        if made.name in found:
-            raise TypeError(
-                f"Expected one {made.name} in after, got {found[made.name]!r}, {made!r}."
-            )
-        found[made.name] = made
+    items = value if isinstance(value, list) else [] if value is None else [value]
+    made = [_step_map(item) for item in items]
+    found = {part.name: part for part in made}
+    if len(found) < len(made):
+        raise TypeError(f"Expected a prox and a projection in after, got {made!r}.")
     return {name: found[name] for name in ("prox", "projection") if name in found} or None
 
 
@@ -307,8 +284,8 @@ def _step_map(item: Any) -> StepMap:
     raise TypeError(
         "Expected after to be a hidden_state_accountants.Regulariser, "
         f"{', '.join(kind.__name__ for kind in _PROJECTIONS)}, a function(list of tensors, step "
-        "size), a pair (function(list of tensors), diameter of the set that it maps to; math.inf "
-        f"if it is not bounded), or a list of a prox and a projection, got {item!r}."
+        "size), a pair (function(list of tensors), diameter of its set or math.inf), or a list of "
+        f"a prox and a projection, got {item!r}."
     )
 
 
@@ -321,13 +298,6 @@ def _shrink(params: Sequence[torch.Tensor], radius: float) -> None:
     factor = (radius * (1 - 2 * eps) / joint_norm(params)).clamp(max=1.0)
     for param in params:
         param.mul_(factor.to(device=param.device, dtype=param.dtype))
-
-
-def _distance(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> float:
-    """Returns the Euclidean distance of all tensors together, in float64."""
-    pairs = zip(ones, others, strict=True)
-    parts = [torch.linalg.vector_norm(p.detach().double() - o.detach().double()) for p, o in pairs]
-    return math.hypot(*(float(part) for part in parts))
 
 
 def _group_norms(values: torch.Tensor, axis: int | None) -> torch.Tensor:
