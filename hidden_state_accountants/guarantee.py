@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import html
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -148,14 +147,10 @@ class Guarantee:
     event: dp_accounting.DpEvent | None = attrs.field(default=None, eq=False, repr=False)
 
     @property
-    def is_of_groups(self) -> bool:
-        """True if it is about data sets that differ in several records."""
-        return self.group_size > 1
-
-    @property
     def relation(self) -> str:
         """The relation in words, with the size of groups."""
-        return relation_in_words(self.neighboring_relation, self.group_size)
+        groups = f", groups of {self.group_size}" if self.group_size > 1 else ""
+        return self.neighboring_relation.name + groups
 
     @property
     def mu(self) -> float | None:
@@ -218,19 +213,21 @@ class Guarantee:
             bounds: True to name the bounds that were not used as well, each with the reason.
         """
         epsilon = self.epsilon(delta)
-        lines = [f"theorem: {self.theorem}", f"neighboring relation: {self.relation}"]
-        if self.is_of_groups:
-            lines.append(f"groups: data sets that differ in up to {self.group_size} records")
-        if self.curve.mu is not None:
-            lines.append(f"mu (Gaussian differential privacy): {text_up(self.curve.mu, 6)}")
-        lines.append(f"epsilon at delta {delta:g}: {text_up(epsilon, 6)}")
-        if self.caveat:
-            lines.append(f"NOT PROVEN: {self.caveat}")
+        lines = [f"{label}: {text}" for label, text in self._facts(delta)]
         lines += change_lines(epsilon, self.changes(delta, epsilon) if self.changes else ())
         lines += [f"assumption, {assumption}" for assumption in self.assumptions]
         if bounds:
             lines += [f"not used: {name}: {reason}" for name, reason in self.alternatives]
         return "\n".join(lines)
+
+    def _facts(self, delta: float) -> Iterator[tuple[str, str]]:
+        yield "theorem", self.theorem
+        yield "neighboring relation", self.relation
+        if self.curve.mu is not None:
+            yield "mu (Gaussian differential privacy)", text_up(self.curve.mu, 6)
+        yield f"epsilon at delta {delta:g}", text_up(self.epsilon(delta), 6)
+        if self.caveat:
+            yield "NOT PROVEN", self.caveat
 
     def statement(self, delta: float = 1e-5) -> str:
         """The guarantee in sentences, for a paper or a model card.
@@ -243,7 +240,7 @@ class Guarantee:
             f"What is released is (epsilon, delta)-differentially private with epsilon = "
             f"{text_up(self.epsilon(delta), 4)} and delta = {delta:g}.",
             f"Neighbouring are data sets {_NEIGHBOURS[relation]} ({relation}).",
-            f"They differ in up to {self.group_size} records." if self.is_of_groups else "",
+            f"They differ in up to {self.group_size} records." if self.group_size > 1 else "",
             f"It is NOT PROVEN: {self.caveat}." if self.caveat else "",
             f"It is computed by hidden-state-accountants from: {self.theorem}.",
         ]
@@ -288,8 +285,12 @@ class Guarantee:
         Args:
             delta: Where epsilon is read.
         """
+        rows = dict(self._facts(delta))
+        if self.event is not None:
+            rows["what ran"] = repr(self.event)
+        rows["computed by"] = f"hidden-state-accountants {_version()}"
         lines = ["## Privacy", "", "| | |", "|---|---|"]
-        lines += [f"| {label} | {_cell(text)} |" for label, text in self._rows(delta)]
+        lines += [f"| {label} | {_cell(text)} |" for label, text in rows.items()]
         for status, words in _VOUCHED.items():
             texts = [f"- {text}" for text in self._texts(status)]
             lines += ["", f"**{words}**", "", *texts] if texts else []
@@ -310,27 +311,6 @@ class Guarantee:
             raise ValueError(f"Expected a path that ends in .json, got {str(path)!r}.")
         file.write_text(self.to_json(delta) + "\n", encoding="utf-8")
         file.with_suffix(".md").write_text(self.to_markdown(delta), encoding="utf-8")
-
-    def _repr_html_(self) -> str:
-        rows = [f"<tr><th>{k}</th><td>{html.escape(v)}</td></tr>" for k, v in self._rows(_DELTA)]
-        parts = ["<table>", *rows, "</table>"]
-        for status, words in _VOUCHED.items():
-            texts = [f"<li>{html.escape(text)}</li>" for text in self._texts(status)]
-            parts += [f"<p>{words}</p><ul>", *texts, "</ul>"] if texts else []
-        return "\n".join(parts)
-
-    def _rows(self, delta: float) -> Iterator[tuple[str, str]]:
-        yield "epsilon", f"{text_up(self.epsilon(delta), 4)} at delta = {delta:g}"
-        if self.curve.mu is not None:
-            yield "mu (Gaussian differential privacy)", text_up(self.curve.mu, 4)
-        words = _NEIGHBOURS[self.neighboring_relation.name]
-        yield "neighbouring data sets", f"those {words} ({self.relation})"
-        if self.caveat:
-            yield "NOT PROVEN", self.caveat
-        yield "theorem", self.theorem
-        if self.event is not None:
-            yield "what ran", repr(self.event)
-        yield "computed by", f"hidden-state-accountants {_version()}"
 
     def _texts(self, status: Status) -> Iterator[str]:
         return (a.text for a in self.assumptions if a.status is status)
@@ -364,11 +344,6 @@ def change_lines(epsilon: float, changes: Iterable[tuple[str, float]]) -> list[s
 def cited(theorem: str, paper: Citation) -> str:
     """Name that a guarantee gives to a theorem of a paper."""
     return f"{theorem} ({paper.authors}, arXiv {paper.arxiv})"
-
-
-def relation_in_words(relation: NeighboringRelation, group_size: int) -> str:
-    """Its name, with the size of groups."""
-    return relation.name + (f", groups of {group_size}" if group_size > 1 else "")
 
 
 def group_guarantee(guarantee: Guarantee, size: int) -> Guarantee:

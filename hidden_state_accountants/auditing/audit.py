@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -28,14 +28,12 @@ from hidden_state_accountants import validate
 from hidden_state_accountants.auditing.evidence import LARGEST_EPSILON, Attack, Evidence, Progress
 from hidden_state_accountants.auditing.linear_losses import LinearLosses
 from hidden_state_accountants.auditing.quadratic_losses import QuadraticLosses
-from hidden_state_accountants.errors import UnsupportedRunError
 from hidden_state_accountants.figures import text_down, text_up
 from hidden_state_accountants.guarantee import Guarantee
 
 ATTACKS: tuple[Attack, ...] = (LinearLosses(), QuadraticLosses())
 """Every attack. `audit` runs those whose `event_type` fits and whose `check` finds no obstacle."""
 
-_TARGET_DELTA = 1e-5  # where epsilons are compared unless asked otherwise
 _SMALLEST_DELTA = 1e-10  # where the tested epsilons end
 _NUM_EPSILONS = 6  # a composed curve takes up to seconds for each
 _SLACK = 1e-9  # relative: rounding of an exact figure and of the claim
@@ -48,8 +46,7 @@ class AttackRow:
     Attributes:
         attack: The name of the attack.
         applies: True if it could be run.
-        strength: Certainty of its bounds: "exact", "certified", "confidence ..."; empty if it does
-            not apply.
+        strength: Certainty of its bounds: "exact", "certified"; empty if it does not apply.
         detail: The run that shows the bounds, or why there is none.
         epsilon: The lower bound on epsilon at the target delta; 0 if it does not apply.
         violation: Where the bounds exceed the claim; empty if they do not.
@@ -82,12 +79,6 @@ class AuditReport:
     rows: tuple[AttackRow, ...]
 
     @property
-    def _strongest(self) -> AttackRow | None:
-        applied = [row for row in self.rows if row.applies]
-        violating = [row for row in applied if row.violation]
-        return max(violating or applied, key=lambda row: row.epsilon, default=None)
-
-    @property
     def violated(self) -> bool:
         """True if a lower bound exceeds the claim, at any epsilon tested."""
         return any(row.violation for row in self.rows)
@@ -95,12 +86,15 @@ class AuditReport:
     @property
     def violated_by(self) -> str | None:
         """The attack that exceeds the claim (with the largest epsilon, of several), or None."""
-        return self._strongest.attack if self.violated and self._strongest else None
+        return self._strongest().attack if self.violated else None
+
+    def _strongest(self) -> AttackRow:
+        return max(self.rows, key=lambda row: (row.violation != "", row.applies, row.epsilon))
 
     @property
     def lower_bound(self) -> float:
         """The largest lower bound on epsilon at `target_delta`; 0 if no attack applies."""
-        return max((row.epsilon for row in self.rows), default=0.0)
+        return max(row.epsilon for row in self.rows)
 
     @property
     def tightness(self) -> float:
@@ -111,22 +105,22 @@ class AuditReport:
 
     def __str__(self) -> str:
         at = f"at delta {self.target_delta:g} under {self.neighboring_relation}"
-        best, claimed = self._strongest, text_up(self.claimed, 6)
-        if best is not None and self.violated:
+        best, claimed = self._strongest(), f"claimed {text_up(self.claimed, 6)}"
+        if best.violation:
             return (
                 f"VIOLATED by {best.attack}: epsilon is at least {text_down(best.epsilon)} {at}, "
-                f"claimed {claimed} by {self.claim}. {best.violation}. "
+                f"{claimed} by {self.claim}. {best.violation}. "
                 f"Witness ({best.strength}): {best.detail}."
             )
-        if best is None:
+        if not best.applies:
             return (
-                f"Not violated, and not tested: no attack applies; claimed {claimed} {at} "
-                f"by {self.claim}. " + " ".join(f"{r.attack}: {r.detail}." for r in self.rows)
+                f"Not violated, and not tested: no attack applies; {claimed} {at} by {self.claim}. "
+                + " ".join(f"{row.attack}: {row.detail}." for row in self.rows)
             )
         return (
-            f"Not violated: epsilon is at least {text_down(self.lower_bound)} {at}, claimed "
-            f"{claimed} by {self.claim}; ratio {self.tightness:.3f}. The largest lower "
-            f"bound is by {best.attack} ({best.strength}): {best.detail}."
+            f"Not violated: epsilon is at least {text_down(self.lower_bound)} {at}, {claimed} by "
+            f"{self.claim}; ratio {self.tightness:.3f}. The largest lower bound is by "
+            f"{best.attack} ({best.strength}): {best.detail}."
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,59 +177,57 @@ def audit(
     if neighboring_relation is not None:
         neighboring_relation = validate.neighboring_relation(neighboring_relation)
     read = _read(claim, event, neighboring_relation)
-    delta, smallest = _TARGET_DELTA, _SMALLEST_DELTA
-    if read.only_delta is not None:
-        delta = smallest = read.only_delta
-    if target_delta is not None:
-        delta = validate.target_delta(target_delta)
+    delta = read.delta if target_delta is None else validate.target_delta(target_delta)
     tell(f"audit of {read.name}")
-    claimed = float(read.epsilon(delta))
+    claimed = float(read.epsilon_at(delta))
     # From 0 to where the claimed delta is tiny, and what is claimed.
-    top, last = read.epsilon(smallest), _NUM_EPSILONS - 1
+    top, last = read.epsilon_at(read.smallest_delta), _NUM_EPSILONS - 1
     epsilons = {claimed, *(top * k / last for k in range(_NUM_EPSILONS))}
     finite = sorted({min(e, LARGEST_EPSILON) for e in epsilons if e < math.inf})
-    tested = {e: float(read.delta(e)) for e in finite}
+    tested = {e: float(read.delta_at(e)) for e in finite}
     rows = []
     for index, attack in enumerate(chosen, start=1):
-        try:
-            if unmet := attack.check(event, read.relation):
-                raise UnsupportedRunError("; ".join(map(str, unmet)))
-            tell(f"attack {index} of {len(chosen)}: {attack.name}")
-            rows.append(_row(attack.evidence(event, read.relation, tell), delta, tested))
-        except UnsupportedRunError as error:
-            rows.append(AttackRow(attack.name, False, "", str(error)))
-        else:
-            least = text_down(rows[-1].epsilon)
-            tell(f"{attack.name}: epsilon is at least {least} at delta {delta:g}")
+        if unmet := attack.check(event, read.relation):
+            rows.append(AttackRow(attack.name, False, "", "; ".join(map(str, unmet))))
+            continue
+        tell(f"attack {index} of {len(chosen)}: {attack.name}")
+        evidence = attack.evidence(event, read.relation, tell)
+        rows.append(
+            AttackRow(
+                attack=evidence.attack,
+                applies=True,
+                strength=evidence.strength,
+                detail=evidence.witness,
+                epsilon=evidence.epsilon(delta) if delta < 1 else 0.0,
+                violation=_violation(evidence, tested),
+            )
+        )
     return AuditReport(read.name, read.relation.name, delta, claimed, tuple(rows))
 
 
-def _row(evidence: Evidence, target_delta: float, claimed: Mapping[float, float]) -> AttackRow:
-    """Row of the evidence, and where it exceeds the claim most clearly."""
+def _violation(evidence: Evidence, claimed: dict[float, float]) -> str:
+    """Says where the evidence exceeds the claimed deltas (by epsilon) most clearly, or ""."""
     slack = 1 + _SLACK if evidence.strength == "exact" else 1.0
     excess = [
         (at_least / max(said, 1e-300), epsilon, at_least, said)
         for epsilon, said in claimed.items()
         if (at_least := evidence.delta(epsilon)) > said * slack
     ]
-    violation = ""
-    if excess:
-        _, epsilon, at_least, said = max(excess)
-        figures = f"at least {text_down(at_least, 4)}, claimed {text_up(said, 4)}"
-        violation = f"At epsilon {epsilon:.6g} delta is {figures}"
-    least = evidence.epsilon(target_delta) if target_delta < 1 else 0.0
-    return AttackRow(evidence.attack, True, evidence.strength, evidence.witness, least, violation)
+    if not excess:
+        return ""
+    _, epsilon, at_least, said = max(excess)
+    figures = f"at least {text_down(at_least, 4)}, claimed {text_up(said, 4)}"
+    return f"At epsilon {epsilon:.6g} delta is {figures}"
 
 
 @attrs.frozen(eq=False)
 class _Claim:
-    """The claimed epsilon at a delta (inf: nothing) and delta at an epsilon (1: nothing)."""
-
     name: str
     relation: NeighboringRelation
-    epsilon: Callable[[float], float]
-    delta: Callable[[float], float]
-    only_delta: float | None = None  # of a pair
+    epsilon_at: Callable[[float], float]  # inf: nothing is claimed
+    delta_at: Callable[[float], float]  # 1: nothing is claimed
+    delta: float = 1e-5  # where epsilons are compared
+    smallest_delta: float = _SMALLEST_DELTA
 
 
 def _read(claim: Any, event: Any, relation: NeighboringRelation | None) -> _Claim:
@@ -265,7 +257,8 @@ def _read(claim: Any, event: Any, relation: NeighboringRelation | None) -> _Clai
         relation,
         lambda at: e if at >= d else math.inf,
         lambda at: d if at >= e else 1.0,
-        only_delta=d,
+        delta=d,
+        smallest_delta=d,
     )
 
 

@@ -26,7 +26,6 @@ from hidden_state_accountants.runs.run import (
     Run,
     Step,
 )
-from hidden_state_accountants.runs.statement import with_every_iterate
 
 Batches = Mapping[str, Any]
 """Fields of an event that say how its records are dealt, by name."""
@@ -35,7 +34,6 @@ EVERY_FEATURE = Assumption.declared(
     "the features of every example that the data could hold are as short as those that it holds: "
     "they are scaled example by example, by a rule that does not depend on the data"
 )
-_DELTA = 1e-5  # where it is asked whether hidden iterates help
 
 
 @attrs.frozen(kw_only=True)
@@ -60,29 +58,14 @@ class Algorithm(abc.ABC):
 
     @abc.abstractmethod
     def new_run(self, batches: Batches) -> Run:
-        """Returns the empty record of a run.
-
-        Args:
-            batches: `batch_order`, `batch_size`, `dataset_size`, and `sampling_rate` and
-                `max_batch_size` if they are not those of the order.
-
-        Raises:
-            UnsupportedRunError: No bound knows the algorithm with such batches.
-            TypeError, ValueError: An event cannot have these values.
-        """
+        """Returns the empty record of a run; raises if no bound knows it with such batches."""
 
     @abc.abstractmethod
     def checked(self) -> list[str]:
         """Returns what is verified, or done by the software itself, in every step."""
 
     def step(self, *, learning_rate: float, weight_decay: float = 0.0, **of_batch: Any) -> Step:
-        """Returns the record of a step.
-
-        Args:
-            learning_rate: Learning rate that it used.
-            weight_decay: Decoupled weight decay that it used.
-            **of_batch: Batch, rows and longest gradient, as for `Step`.
-        """
+        """Returns the record of a step; `of_batch` are batch, rows and longest gradient."""
         rate, decay = self._recorded(learning_rate, weight_decay)
         return Step(
             noise_multiplier=self.noise_multiplier,
@@ -101,13 +84,7 @@ class Algorithm(abc.ABC):
         return []
 
     def line_before(self, batches: Batches, relation: NeighboringRelation, rate: float) -> str:
-        """Returns a line for the log if hidden iterates do not help as asked for; else "".
-
-        Args:
-            batches: Argument of `new_run`.
-            relation: Neighboring relation of the guarantee.
-            rate: Learning rate of the first step.
-        """
+        """Returns a line for the log if nothing contracts at the first learning rate; else ""."""
         return ""
 
 
@@ -290,18 +267,3 @@ class BlockCoordinate(Algorithm):
             "as one vector; finite gradients, taken of each block at the values of that moment; "
             "blocks that are together all that is trained"
         ]
-
-    def line_before(self, batches: Batches, relation: NeighboringRelation, rate: float) -> str:
-        if self.loss is None:
-            return ""
-        run, rows = self.new_run(batches), batches["batch_size"]
-        step = self.step(learning_rate=self.step_size, rows=rows)
-        run.add_counted(step, 2 * (batches["dataset_size"] // rows))
-        event = run.event()
-        every = with_every_iterate(event, relation)
-        if every is None or run.guarantee(relation).epsilon(_DELTA) < every.epsilon(_DELTA):
-            return ""
-        return (
-            "no contraction: epsilon equals composition (every update of every block counts); see "
-            "docs/papers/block_coordinate.md"
-        )

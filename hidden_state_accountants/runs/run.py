@@ -60,10 +60,8 @@ class Step:
 class Run(abc.ABC):
     """Records a run step by step, and refuses a step that is not one of the declared run.
 
-    A subclass is about one kind of event. It says which fields of the event the steps decide; all
-    others are declared, and its arguments. What a statement says of it is in `DESCRIPTIONS`.
-
-    A step costs O(1) time; constant values cost O(1) memory however long the run is.
+    A subclass is about one kind of event and says which of its fields the steps decide. A step
+    costs O(1) time; constant values cost O(1) memory however long the run is.
 
     Args:
         **declared: The fields of the event that are the same in all steps, as the event takes them.
@@ -75,11 +73,13 @@ class Run(abc.ABC):
         event_type: The kind of event that the run becomes.
         of_one_step: The fields that the steps decide, as those of an event of one step.
         series: The fields of a `Step` that are recorded one by one.
+        bound_name: The declared bound on all gradients.
     """
 
     event_type: ClassVar[type[DpEvent]]
     of_one_step: ClassVar[Mapping[str, Any]]
     series: ClassVar[tuple[str, ...]] = ()
+    bound_name: ClassVar[str]
 
     def __init__(self, **declared: Any):
         # The constructor of the event is the one place that knows what is valid.
@@ -87,13 +87,12 @@ class Run(abc.ABC):
 
     def _start(self, template: Any) -> None:
         self._template = template
-        self._num_steps = 0
+        self.num_steps = 0
         self._release_steps: list[int] = []
         # The arguments of a Schedule: equal neighbours are stored once.
         self._series: dict[str, dict[str, list[Any]]] = {
             name: {"values": [], "lengths": []} for name in self.series
         }
-        self._proved: dict[NeighboringRelation, Guarantee] = {}
 
     # What happens
 
@@ -105,10 +104,10 @@ class Run(abc.ABC):
             TypeError, ValueError: No step can have these values.
         """
         own = self._template
-        expected = self._num_steps % own.batches_per_epoch
+        expected = self.num_steps % own.batches_per_epoch
         if own.batch_order is BatchOrder.CYCLIC and step.batch != expected:
             raise UnsupportedRunError(
-                f"step {self._num_steps + 1} used batch {step.batch}, expected batch {expected}: a "
+                f"step {self.num_steps + 1} used batch {step.batch}, expected batch {expected}: a "
                 f"cyclic run visits batches 0 to {own.batches_per_epoch - 1} in order, each "
                 "exactly once per epoch. Iterate the private loader to its end and step once per "
                 "batch."
@@ -123,23 +122,27 @@ class Run(abc.ABC):
         """
         if not validate.integer("num_steps", num_steps, minimum=0):
             return
-        first, last = self._num_steps + 1, self._num_steps + num_steps
+        first, last = self.num_steps + 1, self.num_steps + num_steps
         where = f"step {first}" if num_steps == 1 else f"one of steps {first} to {last}"
         self._check_rows(step.rows, where)
         self._check_values(step, where)
-        name, bound = self._norm_bound
+        bound = self._norm_bound()
         limit = math.inf if bound is None else bound
         if not step.largest_norm <= limit * (1 + SLACK):  # NaN among them
             raise UnsupportedRunError(
-                f"Expected {name} >= {step.largest_norm:.8g}, the largest gradient of {where}, got "
-                f"{limit:.8g}. A bound has to be proven from the loss and the norm of the "
-                "features, not read off a run. Correct it, or leave it out."
+                f"Expected {self.bound_name} >= {step.largest_norm:.8g}, the largest gradient of "
+                f"{where}, got {limit:.8g}. A bound has to be proven from the loss and the norm of "
+                "the features, not read off a run. Correct it, or leave it out."
             )
         for name, series in self._series.items():
-            if (value := getattr(step, name)) is not None:
-                _append(series, float(value), num_steps)
-        self._num_steps += num_steps
-        self._proved.clear()
+            if (value := getattr(step, name)) is None:
+                continue
+            if series["values"] and series["values"][-1] == value:
+                series["lengths"][-1] += num_steps
+            else:
+                series["values"].append(float(value))
+                series["lengths"].append(num_steps)
+        self.num_steps += num_steps
 
     def _check_rows(self, rows: int | None, where: str) -> None:
         """Refuses a batch that has not the declared number of records."""
@@ -165,21 +168,14 @@ class Run(abc.ABC):
     def _check_values(self, step: Step, where: str) -> None:
         """Refuses a step whose values are impossible, or not the declared ones."""
 
-    @property
     @abc.abstractmethod
-    def _norm_bound(self) -> tuple[str, float | None]:
-        """The name of the declared bound on all gradients, and its value."""
+    def _norm_bound(self) -> float | None:
+        """The declared bound on all gradients."""
 
     def release(self) -> None:
         """Marks the current iterate as released (again changes nothing)."""
-        if self._num_steps and self._num_steps not in self._release_steps[-1:]:
-            self._release_steps.append(self._num_steps)
-            self._proved.clear()
-
-    @property
-    def num_steps(self) -> int:
-        """The number of steps recorded so far."""
-        return self._num_steps
+        if self.num_steps and self.num_steps not in self._release_steps[-1:]:
+            self._release_steps.append(self.num_steps)
 
     @property
     def release_steps(self) -> tuple[int, ...]:
@@ -195,7 +191,7 @@ class Run(abc.ABC):
             ValueError: No step was recorded.
             UnsupportedRunError: The steps are not those of a whole run.
         """
-        if not self._num_steps:
+        if not self.num_steps:
             raise ValueError("Expected at least one step, got none yet.")
         return attrs.evolve(self._template, **self._of_steps())
 
@@ -219,14 +215,12 @@ class Run(abc.ABC):
         """
         relation = validate.neighboring_relation(relation)
         self.check_relation(relation)
-        if relation not in self._proved:
-            event = self.event()
-            self._proved[relation] = with_changes(best_guarantee(event, relation), event, relation)
-        return self._proved[relation]
+        event = self.event()
+        return with_changes(best_guarantee(event, relation), event, relation)
 
     def check_relation(self, relation: NeighboringRelation | str) -> None:
         """Raises UnsupportedRunError if no bound can cover such a run under `relation`."""
-        check_covered(self._template, relation)
+        check_covered(self._template, validate.neighboring_relation(relation))
 
     # How it goes on elsewhere
 
@@ -244,7 +238,7 @@ class Run(abc.ABC):
         return {
             "schema": SCHEMA,
             "declared": self._declared(),
-            "num_steps": self._num_steps,
+            "num_steps": self.num_steps,
             "release_steps": list(self._release_steps),
             "runs": copy.deepcopy(self._series),
         }
@@ -254,12 +248,12 @@ class Run(abc.ABC):
 
         Raises:
             TypeError, ValueError: The declared runs differ (the text names the field), the state
-                is damaged, or steps are recorded here already: spent budget is never forgotten.
+                is no state, or steps are recorded here already: spent budget is never forgotten.
                 Nothing is changed then.
         """
-        if self._num_steps:
+        if self.num_steps:
             raise ValueError(
-                f"Expected a recorder without steps, got one with {self._num_steps}: they were "
+                f"Expected a recorder without steps, got one with {self.num_steps}: they were "
                 "taken on the data and stay accounted. Restore into a fresh recorder."
             )
         missing = _STATE - set(state)
@@ -275,61 +269,28 @@ class Run(abc.ABC):
                     f"The state is of another run: expected {name} = {own.get(name)!r}, "
                     f"got {other.get(name)!r}."
                 )
-        steps = validate.integer("num_steps", state["num_steps"], minimum=0)
-        releases = [
-            validate.integer("release_steps", r, minimum=1, maximum=steps)
-            for r in state["release_steps"]
-        ]
-        if releases != sorted(set(releases)):
-            raise ValueError("The state is damaged: release_steps do not ascend.")
-        stored = dict(state["runs"])
-        series = {name: _series_of(name, stored.get(name), steps) for name in self.series}
         restored = copy.copy(self)
-        restored._num_steps, restored._release_steps, restored._series = steps, releases, series
-        if steps:
+        restored.num_steps = validate.integer("num_steps", state["num_steps"], minimum=0)
+        restored._release_steps = list(state["release_steps"])
+        restored._series = {name: copy.deepcopy(dict(state["runs"][name])) for name in self.series}
+        if restored.num_steps:
             with contextlib.suppress(UnsupportedRunError):  # it ended within an epoch
                 restored.event()  # an impossible value raises
         vars(self).update(vars(restored))
-
-
-def _append(series: dict[str, list[Any]], value: float, count: int) -> None:
-    if series["values"] and series["values"][-1] == value:
-        series["lengths"][-1] += count
-    else:
-        series["values"].append(value)
-        series["lengths"].append(count)
-
-
-def _series_of(name: str, state: Any, num_steps: int) -> dict[str, list[Any]]:
-    """Values and lengths of one field of the steps in a state, if that can be."""
-    try:
-        values, lengths = state["values"], state["lengths"]
-        if values or lengths:
-            schedule = Schedule(values, lengths)
-            values, lengths = schedule.values, schedule.lengths
-        elif name == "clip_norm":  # they were not clipped
-            num_steps = 0
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"The state is damaged: {name}: {error}") from error
-    if sum(lengths) != num_steps:
-        raise ValueError(
-            f"Expected {name} to cover {num_steps} steps, got {sum(lengths)}: the state is damaged."
-        )
-    return {"values": list(values), "lengths": list(lengths)}
 
 
 def run_of(state: Mapping[str, Any]) -> Run:
     """The run, with its steps, that a `state_dict` is of.
 
     Raises:
-        TypeError, ValueError: The state is damaged, or of no known kind of run.
+        TypeError, ValueError: The state is of no known kind of run, or has impossible values.
     """
-    declared = state.get("declared")
-    name = declared.get("type") if isinstance(declared, Mapping) else None
-    kinds: dict[str, type[Run]] = {kind.event_type.__name__: kind for kind in Run.__subclasses__()}
-    if declared is None or name not in kinds:
+    declared = dict(state.get("declared") or {})
+    kinds: dict[str, Any] = {kind.event_type.__name__: kind for kind in Run.__subclasses__()}
+    name = declared.get("type")
+    if name not in kinds:
         raise ValueError(f"Expected the state of a run of {' or '.join(kinds)}, got {name!r}.")
-    kind: Any = kinds[name]
+    kind = kinds[name]
     run: Run = kind.__new__(kind)
     run._start(kind.event_type.from_dict({**declared, **kind.of_one_step}))
     run.load_state_dict(state)
@@ -359,11 +320,11 @@ class LastIterateRun(Run):
         "weight_decay": 0.0,
         "num_steps": 1,
     }
+    bound_name = "loss.lipschitz"
 
-    @property
-    def _norm_bound(self) -> tuple[str, float | None]:
+    def _norm_bound(self) -> float | None:
         loss = self._template.loss
-        return "loss.lipschitz", None if loss is None else loss.lipschitz
+        return None if loss is None else loss.lipschitz
 
     def _check_values(self, step: Step, where: str) -> None:
         last = {n: s["values"][-1] if s["values"] else None for n, s in self._series.items()}
@@ -374,7 +335,7 @@ class LastIterateRun(Run):
             attrs.evolve(self._template, **values)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}: {error}") from error
-        if self._num_steps and (last["clip_norm"] is None) is not (step.clip_norm is None):
+        if self.num_steps and (last["clip_norm"] is None) is not (step.clip_norm is None):
             clips = step.clip_norm is not None
             raise UnsupportedRunError(
                 f"{where} {'clips' if clips else 'does not clip'} gradients, earlier steps "
@@ -383,7 +344,7 @@ class LastIterateRun(Run):
 
     def _of_steps(self) -> dict[str, Any]:
         series = {name: self._values(name) for name in self.series}
-        return {"num_steps": self._num_steps, "release_steps": self.release_steps, **series}
+        return {"num_steps": self.num_steps, "release_steps": self.release_steps, **series}
 
 
 RunRecorder = LastIterateRun
@@ -409,6 +370,7 @@ class DiceSgdRun(Run):
 
     event_type = DiceSgdDpEvent
     of_one_step: ClassVar = {"num_steps": 1}
+    bound_name = "gradient_bound"
 
     def __init__(
         self, *, noise_multiplier: float, clip_norm: float, batch_size: int, **declared: Any
@@ -417,9 +379,8 @@ class DiceSgdRun(Run):
         sizes = {"clip_norm": clip_norm, "batch_size": batch_size}
         super().__init__(noise_std=noise_std, **sizes, **declared)
 
-    @property
-    def _norm_bound(self) -> tuple[str, float | None]:
-        return "gradient_bound", self._template.gradient_bound
+    def _norm_bound(self) -> float | None:
+        return float(self._template.gradient_bound)
 
     def _check_values(self, step: Step, where: str) -> None:
         own = self._template
@@ -433,7 +394,7 @@ class DiceSgdRun(Run):
         )
 
     def _of_steps(self) -> dict[str, Any]:
-        return {"num_steps": self._num_steps}
+        return {"num_steps": self.num_steps}
 
 
 def _noise_std(noise_multiplier: float, clip_norm: float, batch_size: int) -> float:
@@ -460,11 +421,8 @@ class BlockCoordinateRun(Run):
 
     with the gradient of every record for the block, as one vector, multiplied by exactly
     :math:`\min(1, C/|g_i|)`, and every step with b records. The noise multiplier z may differ from
-    step to step.
-
-    Its event has no releases within the run. If there were any, nothing is declared of the blocks'
-    loss, so that the guarantee is one by composition, which covers them
-    (docs/papers/block_coordinate.md).
+    step to step. After a release within the run nothing is declared of the blocks' loss, so that
+    the guarantee is one by composition, which covers it (docs/papers/block_coordinate.md).
 
     Args:
         **declared: Fields of `BlockCoordinateDpEvent`: `step_size` (the `learning_rate` of every
@@ -479,11 +437,11 @@ class BlockCoordinateRun(Run):
     event_type = BlockCoordinateDpEvent
     series = ("noise_multiplier",)
     of_one_step: ClassVar = {"noise_variance": 0.0, "num_epochs": 1}
+    bound_name = "block_loss.lipschitz"
 
-    @property
-    def _norm_bound(self) -> tuple[str, float | None]:
+    def _norm_bound(self) -> float | None:
         loss = self._template.block_loss
-        return "block_loss.lipschitz", None if loss is None else loss.lipschitz
+        return None if loss is None else loss.lipschitz
 
     def _check_values(self, step: Step, where: str) -> None:
         own = self._template
@@ -498,37 +456,24 @@ class BlockCoordinateRun(Run):
         validate.magnitude("noise_multiplier", step.noise_multiplier)
 
     def _of_steps(self) -> dict[str, Any]:
-        noise: Any = self._values("noise_multiplier")
-        fields: dict[str, Any] = {"noise_variance": mapped(self._variance, noise)}
-        size, batch_size = self._template.dataset_size, self._template.batch_size
-        if size % batch_size:
-            raise UnsupportedRunError(
-                f"Expected dataset_size to be a multiple of the {batch_size} records of every "
-                f"batch, got {size}: the bound needs equal batches. Leave {size % batch_size} "
-                "records out for good (drop_last=True without shuffling), and count only the rest."
-            )
-        fields["num_epochs"], rest = divmod(self._num_steps, size // batch_size)
+        own, noise = self._template, self._values("noise_multiplier")
+        if unequal := own.unequal_batches():
+            raise UnsupportedRunError(unequal)
+        epochs, rest = divmod(self.num_steps, own.batches_per_epoch)
         if rest:
             raise UnsupportedRunError(
-                f"Expected whole epochs of {size // batch_size} steps, got {self._num_steps} "
+                f"Expected whole epochs of {own.batches_per_epoch} steps, got {self.num_steps} "
                 "steps. Finish the epoch; a number of steps that depends on the records has no "
                 "guarantee."
             )
-        if any(step < self._num_steps for step in self._release_steps):
+        # 2 eta o = (eta z C / b)^2: Chen & Liu 2025, (6), arXiv 2407.08233
+        fields: dict[str, Any] = {
+            "num_epochs": epochs,
+            "noise_variance": mapped(
+                lambda z: own.step_size * (z * own.clip_norm / own.batch_size) ** 2 / 2,
+                noise or 0.0,
+            ),
+        }
+        if any(step < self.num_steps for step in self._release_steps):
             fields["block_loss"] = None  # nothing is hidden between the steps
         return fields
-
-    def _variance(self, noise_multiplier: float) -> float:
-        own = self._template
-        z = validate.magnitude("noise_multiplier", noise_multiplier)
-        # 2 eta o = (eta z C / b)^2: Chen & Liu 2025, (6), arXiv 2407.08233
-        return float(own.step_size * (z * own.clip_norm / own.batch_size) ** 2 / 2)
-
-    def check_relation(self, relation: NeighboringRelation | str) -> None:
-        """Raises UnsupportedRunError for a relation that changes the number of records."""
-        relation = validate.neighboring_relation(relation)
-        if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
-            raise UnsupportedRunError(
-                "Expected neighboring_relation REPLACE_SPECIAL or REPLACE_ONE, got "
-                f"{relation.name}: every batch has the same number of records."
-            )

@@ -128,7 +128,7 @@ def test_several_blocks_do_not_contract():
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"dataset_size": 13}, "multiple of the 4 records"),
+        ({"dataset_size": 13}, "which leaves 1 records over"),
         ({"dataset_size": 16}, "whole epochs of 4 steps, got 6"),
         ({"num_steps": 0}, "at least one step"),
         ({"block_loss": hsa.LossGeometry.convex(1.0, lipschitz=0.39)}, "read off a run"),

@@ -175,7 +175,7 @@ class TestAccountant:
         found = group(run(), SPECIAL, 3)
         assert found.group_size == 3
         assert "REPLACE_SPECIAL, groups of 3" in repr(found)
-        assert "groups: data sets that differ in up to 3 records" in found.explain()
+        assert "REPLACE_SPECIAL, groups of 3" in found.explain()
         assert "They differ in up to 3 records." in found.statement()
         assert any("one person has at most 3 records" in a.text for a in found.assumptions)
 
