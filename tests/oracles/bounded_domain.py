@@ -1,4 +1,7 @@
-"""Full batches on a bounded domain: both runs pinned at opposite ends before the last step."""
+"""Full batches on a bounded domain: both runs pinned at opposite ends before the last step.
+
+Probabilities of exp(-1e3) decide here, so that the recursion has a grid of its own, in logarithms.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +9,111 @@ import math
 from collections.abc import Callable
 
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
-from interval_chain import IntervalChain, ThresholdTests
-from renyi_evidence import RenyiEvidence
+from scipy import special
 
-from hidden_state_accountants.auditing.evidence import Evidence, Progress
 from hidden_state_accountants.events.batch_order import BatchOrder, sensitivity_in_clip_norms
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossKind
 
 Gradient = Callable[[np.ndarray], np.ndarray]
 """From points of shape (..., 2) to gradients at them."""
 
-_OVERSHOOTS = (0.0, 0.5, 1.0, 2.0, 3.0)
-"""How far beyond its end, in standard deviations of the noise, the first run is pushed."""
-
 # In the plane with the unit vectors e1, e2: the clipped gradients point along e2, the curved
 # direction is W, the domain is a segment along U. -U'(I - e2 e2')W W'U = 1/8 is the most that a
 # segment can show: the largest eigenvalue of the symmetric part of -(I - e2 e2')W W'.
-_W = np.array([0.5, math.sqrt(0.75)])
-_U = np.array([0.5, -math.sqrt(0.75)])
+W = np.array([0.5, math.sqrt(0.75)])
+U = np.array([0.5, -math.sqrt(0.75)])
 
 
-@attrs.frozen
+@attrs.frozen(eq=False)
+class ThresholdTests:
+    """Bounds on the probability that the last iterate is at most a threshold.
+
+    Attributes:
+        log_p: Logarithms of lower bounds under the first law; shape (thresholds,).
+        log_q: Logarithms of upper bounds under the second law, for the same thresholds.
+    """
+
+    log_p: np.ndarray
+    log_q: np.ndarray
+
+    def delta(self, epsilon: float) -> float:
+        """At most the hockey-stick divergence of the first law from the second."""
+        return max(0.0, float(np.max(np.exp(self.log_p) - np.exp(epsilon + self.log_q))))
+
+    def renyi(self, order: float) -> float:
+        """At most the Renyi divergence of the first law from the second."""
+        # Data processing; the divergence of two coins grows in p and falls in q where p >= q.
+        some = (self.log_p >= self.log_q) & np.isfinite(self.log_q) & (self.log_q < 0)
+        p, q = self.log_p[some], self.log_q[some]
+        with np.errstate(divide="ignore"):
+            other = order * np.log(-np.expm1(p)) + (1 - order) * np.log(-np.expm1(q))
+        other = np.where(p < 0, other, -np.inf)
+        total = np.logaddexp(order * p + (1 - order) * q, other) / (order - 1)
+        return max(0.0, float(np.max(total, initial=0.0)))
+
+
+class IntervalChain:
+    r"""The recursion x <- projection(step(x) + N(0, 1)) on [-length/2, length/2].
+
+    After each step the iterate is rounded to a node: to the next one above for a lower bound on the
+    probability of being at most a threshold, to the next one below for an upper bound.
+
+    Formal guarantees: for a nondecreasing step the rounded run, on shared noise, stays above
+    (below) the real one by induction, so the bounds hold at every threshold (up to floating-point
+    rounding). Logarithms throughout: probabilities of exp(-1e5) keep their relative precision.
+
+    Args:
+        length: Of the interval, in standard deviations of the noise.
+        steps: Number of steps.
+    """
+
+    def __init__(self, length: float, steps: int):
+        self._steps = steps
+        self.nodes = np.linspace(-length / 2, length / 2, min(800, max(400, int(10 * length))))
+
+    def tests(self, first: np.ndarray, second: np.ndarray, *, start: float) -> ThresholdTests:
+        """Tests that find the first law at the lower end.
+
+        Args:
+            first: Nondecreasing step of the first law at `nodes`.
+            second: The same of the second law.
+            start: In the interval.
+        """
+        assert (np.diff([first, second]) >= 0).all()
+        laws = [self._law(first, start, up=True), self._law(second, start, up=False)]
+        log_p, log_q = (np.minimum(np.logaddexp.accumulate(law), 0.0) for law in laws)
+        return ThresholdTests(log_p, log_q)
+
+    def _law(self, step: np.ndarray, start: float, *, up: bool) -> np.ndarray:
+        """Log probabilities of the nodes after all steps, rounded up or down."""
+        kernel = self._kernel(step, up)
+        index = int(np.searchsorted(self.nodes, start, side="left" if up else "right"))
+        index = min(max(index - (not up), 0), len(self.nodes) - 1)
+        law = kernel[index]
+        for _ in range(self._steps - 1):
+            law = special.logsumexp(law[:, None] + kernel, axis=0)
+        return law
+
+    def _kernel(self, step: np.ndarray, up: bool) -> np.ndarray:
+        """Log probability of going from one node to another."""
+        gap = self.nodes[None, :] - step[:, None]
+        low, high = gap[:, :-1], gap[:, 1:]
+        low, high = np.where(low > 0, -high, low), np.where(low > 0, -low, high)
+        log_low, log_high = special.log_ndtr(low), special.log_ndtr(high)
+        between = log_high + np.log(-np.expm1(np.minimum(log_low - log_high, -1e-300)))
+        below, above = special.log_ndtr(gap[:, 0]), special.log_ndtr(-gap[:, -1])
+        kernel = np.empty_like(gap)
+        if up:  # (node j-1, node j] counts as node j; what the projection sends to an end stays
+            kernel[:, 0], kernel[:, 1:] = below, between
+            kernel[:, -1] = np.logaddexp(kernel[:, -1], above)
+        else:
+            kernel[:, -1], kernel[:, :-1] = above, between
+            kernel[:, 0] = np.logaddexp(kernel[:, 0], below)
+        return kernel
+
+
 class BoundedDomain:
     r"""Refutes claims that take a clipped convex step for a nonexpansive one on a bounded domain.
 
@@ -50,14 +133,12 @@ class BoundedDomain:
     last step; the drift is such that the left run stays at its end and is hardly pushed beyond,
     where the projection would hide how far away it is.
 
-    Formal guarantees:
-      - Every value is at most the exact divergence of the run (up to floating-point rounding):
-        tests of the last iterate against a threshold, with probabilities that are certified by
-        monotone rounding (`IntervalChain`).
-      - The run belongs to the classes of convex, weakly convex and smooth losses, clipped. Where
-        the class has no expanding losses of this form (linear, generalized linear, Hölder, no
-        clipping, a small declared gradient bound, eta M >= 2) all losses are linear and the
-        factor is 1; the value is then still a lower bound.
+    Formal guarantees: every value is at most the exact divergence of the run (up to floating-point
+    rounding): tests of the last iterate against a threshold, by `IntervalChain`.
+
+    Args:
+        event: Full batches of a convex loss, clipped, with eta M < 2, on a domain.
+        relation: The neighbouring relation.
 
     Source: this project. Kong & Ribero 2025 (arXiv 2407.05237), Theorem 2.2, states
     :math:`D_\alpha \le \alpha (L_\lambda R + s)^2/(2 \sigma^2)` with :math:`L_\lambda = 1` for
@@ -65,73 +146,36 @@ class BoundedDomain:
     docs/papers/last_iterate.md.
     """
 
-    name = "bounded_domain"
-    event_type = LastIterateDpEvent
-
-    def evidence(
-        self, event: dp_accounting.DpEvent, relation: NeighboringRelation, progress: Progress
-    ) -> Evidence:
-        """The largest of the certified divergences over a few drifts."""
-        assert isinstance(event, LastIterateDpEvent)
-        run = _Run(event, relation)
-        tests = []
-        for i, overshoot in enumerate((None, *_OVERSHOOTS)):
-            progress(f"{self.name}: drift {i + 1} of {len(_OVERSHOOTS) + 1}")
-            tests.append(run.tests(overshoot))
-        return RenyiEvidence(
-            attack=self.name,
-            strength="certified",
-            witness=run.describe(),
-            delta=lambda epsilon: max(test.delta(epsilon) for test in tests),
-            renyi=lambda order: max(test.renyi(order) for test in tests),
-        )
-
-
-class _Run:
-    """The one-dimensional recursion of the run, scaled to noise of standard deviation 1."""
+    OVERSHOOTS = (None, 0.0, 1.0, 2.0)
+    """How far beyond its end, in standard deviations of the noise, the first run is pushed; None
+    for the run that is symmetric about 0."""
 
     def __init__(self, event: LastIterateDpEvent, relation: NeighboringRelation):
-        self.eta = float(event.per_step("learning_rate")[0])
-        self.b, self.steps = event.batch_size, event.num_steps
-        self.bound = float(event.gradient_bound()[0])
+        self.eta, self.clip, self.b = event.learning_rate, event.clip_norm, event.batch_size
         self.std = self.eta * float(event.noise_std_on_sum()[0]) / self.b
-        self.diameter = event.domain_diameter
-        pull = self.eta * self.bound / self.b
-        two_sided = sensitivity_in_clip_norms(BatchOrder.FULL, relation) == 2
-        self.pulls = (-pull, pull if two_sided else 0.0)  # of the record and of its neighbour
-        loss = event.loss
-        self.curvature = 0.0
-        if (
-            event.clip_norm is not None
-            and loss is not None
-            and loss.kind in (LossKind.CONVEX, LossKind.WEAKLY_CONVEX, LossKind.SMOOTH)
-            and self.eta * loss.smoothness < 2  # keeps the step monotone
-            and (
-                loss.lipschitz is None
-                or loss.lipschitz >= self.bound + loss.smoothness * self.diameter / 2
-            )
-        ):
-            self.curvature = loss.smoothness
+        self.diameter, self.curvature = event.domain_diameter, event.loss.smoothness
+        self.pull = self.eta * self.clip / self.b  # the drift that one record can make
+        is_replaced = sensitivity_in_clip_norms(BatchOrder.FULL, relation) == 2
+        self.pulls = (-self.pull, self.pull if is_replaced else 0.0)  # of record and neighbour
+        self.chain = IntervalChain(self.diameter / self.std, event.num_steps)
 
-    def describe(self) -> str:
-        """The run in words."""
-        return (
-            f"{self.steps} full-batch steps on a segment of length {self.diameter:g}, start at its "
-            f"left end or middle; losses of curvature {self.curvature:g} and linear drifts"
-        )
+    def delta(self, epsilon: float) -> float:
+        """The largest over a few drifts."""
+        return max(self.tests(overshoot).delta(epsilon) for overshoot in self.OVERSHOOTS)
+
+    def renyi(self, order: float) -> float:
+        """The largest over a few drifts."""
+        return max(self.tests(overshoot).renyi(order) for overshoot in self.OVERSHOOTS)
 
     def tests(self, overshoot: float | None) -> ThresholdTests:
-        """Threshold tests of the last iterate; no overshoot: the run that is symmetric about 0."""
-        common = self.common_records(overshoot)
-        chain = IntervalChain(self.diameter / self.std, self.steps)
-        moved = self.step(chain.nodes * self.std, common)
+        """Threshold tests of the last iterate."""
+        nodes = self.chain.nodes
+        moved = self.step(nodes * self.std, self.common_records(overshoot))
         left, right = ((moved + pull) / self.std for pull in self.pulls)
-        start = 0.0 if overshoot is None else float(chain.nodes[0])
-        return chain.tests(left, right, start=start)
+        return self.chain.tests(left, right, start=0.0 if overshoot is None else float(nodes[0]))
 
     def common_records(self, overshoot: float | None) -> list[tuple[int, Gradient]]:
         """(number, gradient in the plane) of the records that do not differ, at most b - 1."""
-        most = self.eta * self.bound / self.b  # the drift that one record can make
         end = np.array(-self.diameter / 2)
         drift, linear = 0.0, 0
         for _ in range(3):  # the drift depends a little on the number of records that make it
@@ -140,22 +184,20 @@ class _Run:
             else:
                 stays = end - self.step(end, self._pairs(self.b - 1 - linear))
                 drift = float(stays) - self.pulls[0] - overshoot * self.std
-            linear = min(self.b - 1, math.ceil(abs(drift) / most))
+            linear = min(self.b - 1, math.ceil(abs(drift) / self.pull))
         pairs = self._pairs(self.b - 1 - linear)
         if linear == 0:
             return pairs
-        slope = float(np.clip(drift / (linear * most), -1, 1)) * self.bound
-        return [*pairs, (linear, lambda z: np.zeros_like(z) - slope * _U)]
+        slope = float(np.clip(drift / (linear * self.pull), -1, 1)) * self.clip
+        return [*pairs, (linear, lambda z: np.zeros_like(z) - slope * U)]
 
     def _pairs(self, most: int) -> list[tuple[int, Gradient]]:
         """The expanding losses."""
-        if self.curvature == 0 or most < 2:
-            return []
-        push = self.bound + math.sqrt(3) / 8 * self.curvature * self.diameter
+        push = self.clip + math.sqrt(3) / 8 * self.curvature * self.diameter
 
         def gradient(sign: float) -> Gradient:
             shift = np.array([0.0, sign * push])
-            return lambda z: self.curvature * (z @ _W)[..., None] * _W + shift
+            return lambda z: self.curvature * (z @ W)[..., None] * W + shift
 
         return [(most // 2, gradient(1.0)), (most // 2, gradient(-1.0))]
 
@@ -163,7 +205,7 @@ class _Run:
         """The update by `records`, clipped, along the segment, before noise and projection."""
         total = np.zeros_like(x)
         for number, gradient in records:
-            values = gradient(x[..., None] * _U)
+            values = gradient(x[..., None] * U)
             norm = np.maximum(np.linalg.norm(values, axis=-1), 1e-300)
-            total += number * (values @ _U) * np.minimum(1.0, self.bound / norm)
+            total += number * (values @ U) * np.minimum(1.0, self.clip / norm)
         return x - self.eta / self.b * total

@@ -14,6 +14,7 @@ with what it judges.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -27,6 +28,30 @@ _TOLERANCE = 1e-9  # relative, for "the same covariance" and "on a line"
 _TAIL = 40.0  # standard deviations beyond which a double holds no mass
 
 
+def equally_likely_orders(
+    order: str, dataset_size: int, batch_size: int, num_steps: int
+) -> list[tuple[float, Batches]]:
+    """Every sequence of batches of a secret order, by brute force, as `orders` of an oracle.
+
+    Args:
+        order: without_replacement, shuffled_once or reshuffled.
+        dataset_size: Number of records.
+        batch_size: Of the batches; the last one of an epoch may be shorter.
+        num_steps: Number of steps.
+    """
+    n, b = dataset_size, batch_size
+    if order == "without_replacement":
+        found = list(itertools.product(itertools.combinations(range(n), b), repeat=num_steps))
+    else:
+        epochs = -(-num_steps // -(-n // b))
+        repeat = 1 if order == "shuffled_once" else epochs
+        found = []
+        for shuffles in itertools.product(itertools.permutations(range(n)), repeat=repeat):
+            batches = [s[i : i + b] for s in shuffles for i in range(0, n, b)]
+            found.append((batches * epochs)[:num_steps])
+    return [(1 / len(found), batches) for batches in found]
+
+
 class GaussianOracle:
     r"""Exact divergences between two runs on quadratic losses that differ in one slope.
 
@@ -34,8 +59,8 @@ class GaussianOracle:
     `slope_difference` to the slope :math:`g_r` of one record. From :math:`x_0 = 0`
 
     .. math::
-        x_t = (1 - \eta_t w_t) x_{t-1} - \frac{\eta_t}{b}\Big(\sum_{i \in B_t} (H_i x_{t-1} + g_i)
-              + \mathcal{N}(0, \sigma_t^2 I)\Big)
+        x_t = p_t \Big((1 - \eta_t w_t) x_{t-1} - \frac{\eta_t}{b}\Big(\sum_{i \in B_t}
+              (H_i x_{t-1} + g_i) + \mathcal{N}(0, \sigma_t^2 I)\Big)\Big)
 
     so that, for every order of the batches, the released iterates are jointly Gaussian on both
     sides with the same covariance.
@@ -57,12 +82,13 @@ class GaussianOracle:
         noise_std: sigma, the standard deviation of the noise on the SUM of the gradients (the unit
             of the gradients), a number or shape (T,).
         batch_size: b, the public divisor.
-        record: The index of the record that differs.
+        record: Index of the record that differs.
         slope_difference: Shape (d,).
         weight_decay: w, a number or shape (T,).
+        prox: p, the factor of a proximal map at the end of a step, a number or shape (T,).
         slopes: g, shape (n, d); needed only where orders are random. None stands for zeros.
-        release_steps: The steps, counted from 1, after which the iterate is released; the last
-            always is.
+        release_steps: Steps, counted from 1, after which the iterate is released; the last always
+            is.
 
     Source: the law of a linear recursion; Balle & Wang 2018 (arXiv 1805.06530 v2), Theorem 5, for
     delta as an integral.
@@ -79,6 +105,7 @@ class GaussianOracle:
         record: int,
         slope_difference: npt.ArrayLike,
         weight_decay: npt.ArrayLike = 0.0,
+        prox: npt.ArrayLike = 1.0,
         slopes: npt.ArrayLike | None = None,
         release_steps: Sequence[int] = (),
     ):
@@ -88,22 +115,21 @@ class GaussianOracle:
         there = here.copy()
         there[record] += slope_difference
         self._slopes = np.stack([here, there], axis=-1)  # (n, d, 2): the two data sets
-        weights = np.array([probability for probability, _ in orders], dtype=np.float64)
-        assert (weights > 0).all()
-        assert abs(weights.sum() - 1) < _TOLERANCE
+        self._weights = np.array([probability for probability, _ in orders])
+        assert (self._weights > 0).all()
+        assert abs(self._weights.sum() - 1) < _TOLERANCE
         (steps,) = {len(batches) for _, batches in orders}
-        eta, sigma, decay = (
+        eta, sigma, decay, prox = (
             np.broadcast_to(np.asarray(value, dtype=np.float64), steps)
-            for value in (learning_rate, noise_std, weight_decay)
+            for value in (learning_rate, noise_std, weight_decay, prox)
         )
-        self._scale, self._decay = eta / batch_size, 1 - eta * decay
+        self._scale, self._decay = prox * eta / batch_size, prox * (1 - eta * decay)
         self._noise_std = self._scale * sigma
-        self._released = {*release_steps, steps}
-        means, covariances = zip(*(self._law(batches) for _, batches in orders), strict=True)
-        self._weights = weights
-        self._first, self._second = _on_a_line(np.stack(means), np.stack(covariances))
+        laws = [self.law(batches, {*release_steps, steps}) for _, batches in orders]
+        means, covariances = map(np.stack, zip(*laws, strict=True))
+        self._first, self._second = _on_a_line(means, covariances)
 
-    def _law(self, batches: Batches) -> tuple[np.ndarray, np.ndarray]:
+    def law(self, batches: Batches, released: set[int]) -> tuple[np.ndarray, np.ndarray]:
         """Means (k d, 2) and covariance (k d, k d) of the k released iterates for one order."""
         dimension = self._hessians.shape[1]
         mean, covariance = np.zeros((dimension, 2)), np.zeros((dimension, dimension))
@@ -116,7 +142,7 @@ class GaussianOracle:
             covariance = matrix @ covariance @ matrix.T
             covariance += self._noise_std[t] ** 2 * np.eye(dimension)
             cross = cross @ matrix.T
-            if t + 1 in self._released:
+            if t + 1 in released:
                 means = np.vstack([means, mean])
                 joint = np.block([[joint, cross], [cross.T, covariance]])
                 cross = np.vstack([cross, covariance])
@@ -152,7 +178,8 @@ class GaussianOracle:
         return special.logsumexp(squares, b=self._weights, axis=-1)
 
     def _hockey_stick(self, first: np.ndarray, second: np.ndarray, epsilon: float) -> float:
-        def excess(x: np.ndarray) -> np.ndarray:
+        def excess(x: float | np.ndarray) -> np.ndarray:
+            x = np.asarray(x)
             return self._log_density(x, first) - self._log_density(x, second) - epsilon
 
         low = min(first.min(), second.min()) - _TAIL
@@ -160,17 +187,12 @@ class GaussianOracle:
         x = np.linspace(low, high, 8 * math.ceil(high - low) + 1)
         values = excess(x)
         changes = np.flatnonzero(np.sign(values[1:]) != np.sign(values[:-1]))
-        roots = [
-            optimize.brentq(lambda y: float(excess(np.array(y))), *x[i : i + 2], xtol=1e-14)
-            for i in changes
-        ]
-        edges = np.array([-np.inf, *roots, np.inf])
-        inside = np.array([0.0, *roots, 0.0])
-        inside[0], inside[-1] = edges[1] - 1, edges[-2] + 1
-        middles = (inside[1:] + inside[:-1]) / 2 if roots else np.zeros(1)
+        roots = [optimize.brentq(excess, *x[i : i + 2], xtol=1e-14) for i in changes]
+        edges = [-np.inf, *roots, np.inf]
+        middles = [low, *(np.add(roots[1:], roots[:-1]) / 2), high] if roots else [0.0]
         total = 0.0
-        for left, right, middle in zip(edges[:-1], edges[1:], middles, strict=True):
-            if excess(np.array(middle)) > 0:
+        for (left, right), middle in zip(itertools.pairwise(edges), middles, strict=True):
+            if excess(middle) > 0:
                 total += self._mass(left, right, first)
                 total -= math.exp(epsilon) * self._mass(left, right, second)
         return min(max(total, 0.0), 1.0)
@@ -199,6 +221,9 @@ def _on_a_line(means: np.ndarray, covariances: np.ndarray) -> tuple[np.ndarray, 
     Args:
         means: Shape (orders, k d, 2).
         covariances: Shape (orders, k d, k d).
+
+    Raises:
+        ValueError: There is no such line, or the covariances differ or are singular.
     """
     covariance = covariances[0]
     size = float(np.abs(covariance).max())
@@ -209,13 +234,11 @@ def _on_a_line(means: np.ndarray, covariances: np.ndarray) -> tuple[np.ndarray, 
         raise ValueError("Expected a covariance of full rank, got a singular one.")
     points = np.moveaxis(means, 2, 0) @ (vectors / np.sqrt(eigenvalues))  # (2, orders, k d)
     points = points - points[0, 0]
-    farthest = np.argmax(np.linalg.norm(points.reshape(-1, points.shape[-1]), axis=1))
-    direction = points.reshape(-1, points.shape[-1])[farthest]
-    length = float(np.linalg.norm(direction))
-    if length == 0:
-        return points[0, :, 0], points[1, :, 0]
-    positions = points @ (direction / length)
-    off_line = points - positions[..., None] * (direction / length)
-    if float(np.linalg.norm(off_line, axis=-1).max()) > _TOLERANCE * length:
+    norms = np.linalg.norm(points, axis=-1)
+    farthest = points[np.unravel_index(np.argmax(norms), norms.shape)]
+    direction = farthest / (norms.max() or 1.0)
+    positions = points @ direction
+    off_line = points - positions[..., None] * direction
+    if float(np.linalg.norm(off_line, axis=-1).max()) > _TOLERANCE * norms.max():
         raise ValueError("Expected the means of all orders on a line, got a plane or more.")
     return positions[0], positions[1]

@@ -1,27 +1,160 @@
-r"""The law of the last iterate of a one-dimensional run, for any gradients and any batch order."""
+r"""The law of the last iterate of a one-dimensional run, for any gradients and any batch order.
+
+The batches are enumerated: records with the same gradient are interchangeable, so that a batch is a
+tuple of counts, one for each group of records. Records without a gradient are in no group and are
+not counted; there may be any number of them. A run is a mixture of Markov chains of batches.
+"""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import numpy as np
-from batch_laws import Chain, Counts, batch_chains
 from scipy import special
 
-from hidden_state_accountants import validate
-from hidden_state_accountants.errors import UnsupportedRunError
+from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 
 REACH = 16.0
 """Noise beyond this many standard deviations is cut off, and counted as missing mass."""
 NEGLIGIBLE = 1e-60
 """Mass that may be cut off at each end of a measure after each step; counted as well."""
+LARGEST_EPSILON = 700.0
+"""Its exponential fits a double."""
 
+_ROUNDING = 1e-11  # relative, per step: more than the sums of a convolution lose
 _MOST_NODES = 500_000
+_MOST_BATCHES = 1000
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(12)
 _NODES, _WEIGHTS = (_NODES + 1) / 2, _WEIGHTS / 2  # on [0, 1]
+
+Gradient = Callable[[np.ndarray], np.ndarray]
+Counts = tuple[int, ...]
+Chain = Callable[[int, Counts], Sequence[tuple[float, Counts, Counts]]]
+"""(probability, batch, next state) triples of step t, from 0, in a state."""
+
+
+# --- batches --------------------------------------------------------------------------------------
+
+
+def batch_chains(event: LastIterateDpEvent, groups: list[int | None]) -> list[tuple[float, Chain]]:
+    """The mixture of chains from which `event` draws its batches, for the group of each record."""
+    order, b, period = event.batch_order, event.batch_size, event.batches_per_epoch
+    sizes = _counts(groups, 1 + max(group for group in groups if group is not None))
+    rest = len(groups) - sum(sizes)
+    if order is BatchOrder.POISSON:
+        poisson = [(p, batch, ()) for p, batch in _poisson(sizes, event.sampling_probability)]
+        return [(1.0, lambda t, state: poisson)]
+    if order is BatchOrder.WITHOUT_REPLACEMENT:
+        fixed_size = [(p, batch, ()) for p, batch in _without_replacement(sizes, rest, b)]
+        return [(1.0, lambda t, state: fixed_size)]
+    if order is BatchOrder.BALLS_IN_BINS:
+        return [(p, _fixed(batches)) for p, batches in _bins(sizes, period)]
+    if order is BatchOrder.BALLS_IN_BINS_REDRAWN:
+        return [(1.0, _bins_redrawn(sizes, period))]
+    if order is BatchOrder.RESHUFFLED:
+        return [(1.0, _reshuffled(sizes, rest, b, period))]
+    if order is BatchOrder.SHUFFLED_ONCE:
+        return [(p, _fixed(batches)) for p, batches in _shuffles(sizes, rest, b)]
+    batches = [_counts(groups[i : i + b], len(sizes)) for i in range(0, len(groups), b)]
+    return [(1.0, _fixed(batches))]
+
+
+def _counts(groups: list[int | None], number: int) -> Counts:
+    return tuple(groups.count(group) for group in range(number))
+
+
+def _without(sizes: Counts, batch: Counts) -> Counts:
+    return tuple(k - n for k, n in zip(sizes, batch, strict=True))
+
+
+def _fixed(batches: list[Counts]) -> Chain:
+    return lambda t, state: [(1.0, batches[t % len(batches)], ())]
+
+
+def _reshuffled(sizes: Counts, rest: int, batch_size: int, period: int) -> Chain:
+    total = sum(sizes) + rest
+
+    def draws(t, state):
+        left = sizes if t % period == 0 else state  # what the epoch has not used yet
+        unused = total - t % period * batch_size - sum(left)
+        return [
+            (p, batch, _without(left, batch))
+            for p, batch in _without_replacement(left, unused, batch_size)
+        ]
+
+    return draws
+
+
+def _shuffles(sizes: Counts, rest: int, batch_size: int) -> Iterator[tuple[float, list[Counts]]]:
+    if not any(sizes) and not rest:
+        yield 1.0, []
+        return
+    for p, batch in _without_replacement(sizes, rest, batch_size):
+        left = _without(sizes, batch)
+        unused = max(0, sum(sizes) + rest - batch_size) - sum(left)
+        for q, later in _shuffles(left, unused, batch_size):
+            yield p * q, [batch, *later]
+
+
+def _bins(sizes: Counts, bins: int) -> Iterator[tuple[float, list[Counts]]]:
+    """The batches of an epoch, if every record draws one of them."""
+    if bins == 1:
+        yield 1.0, [sizes]
+        return
+    for p, batch in _poisson(sizes, 1 / bins):
+        for q, later in _bins(_without(sizes, batch), bins - 1):
+            yield p * q, [batch, *later]
+
+
+def _bins_redrawn(sizes: Counts, bins: int) -> Chain:
+    """The same, drawn anew every epoch: the state is what is in a later bin."""
+
+    def draws(t, state):
+        left = sizes if t % bins == 0 else state
+        return [
+            (p, batch, _without(left, batch))
+            for p, batch in _poisson(left, 1 / (bins - t % bins))
+            if p
+        ]
+
+    return draws
+
+
+def _subsets(sizes: Counts) -> Iterator[Counts]:
+    assert math.prod(k + 1 for k in sizes) <= _MOST_BATCHES, "too many batches to enumerate"
+    return itertools.product(*(range(k + 1) for k in sizes))
+
+
+def _poisson(sizes: Counts, rate: float) -> Iterator[tuple[float, Counts]]:
+    for batch in _subsets(sizes):
+        yield (
+            math.prod(
+                math.comb(k, n) * rate**n * (1 - rate) ** (k - n)
+                for k, n in zip(sizes, batch, strict=True)
+            ),
+            batch,
+        )
+
+
+@functools.lru_cache(maxsize=1024)  # binomial coefficients of large data sets have many digits
+def _without_replacement(
+    sizes: Counts, rest: int, batch_size: int
+) -> tuple[tuple[float, Counts], ...]:
+    size = min(batch_size, sum(sizes) + rest)
+    total = math.comb(sum(sizes) + rest, size)
+    return tuple(
+        (math.prod(map(math.comb, sizes, batch)) * math.comb(rest, others) / total, batch)
+        for batch in _subsets(sizes)
+        if 0 <= (others := size - sum(batch)) <= rest
+    )
+
+
+# --- measures on a lattice ------------------------------------------------------------------------
 
 
 @attrs.frozen(eq=False)
@@ -46,9 +179,7 @@ class Measure:
         first = int(index[0])
         return Measure(first, np.bincount(index - first, self.mass))
 
-    def trimmed(
-        self, low: float, high: float, negligible: float = NEGLIGIBLE
-    ) -> tuple[Measure, float]:
+    def trimmed(self, low: float, high: float, negligible: float) -> tuple[Measure, float]:
         """Without the ends that hold no mass to speak of, and the mass that may have gone astray.
 
         That is the mass cut off and, where the measure does not end at `low` or `high`, the mass
@@ -74,11 +205,7 @@ def split(position: np.ndarray, mass: np.ndarray) -> Measure:
     The mean is kept exactly: this is a random rounding whose error has mean zero.
     """
     low, high = math.floor(position.min()), math.floor(position.max()) + 1
-    if high - low >= _MOST_NODES:
-        raise ValueError(
-            f"Expected a run that fits on {_MOST_NODES} nodes, got {high - low:g}. Lower "
-            "cells_per_std, or bound the domain or the learning rate."
-        )
+    assert high - low < _MOST_NODES, "the run does not fit on the nodes: lower cells_per_std"
     below = np.floor(position)
     above = position - below
     node = below.astype(np.int64) - low
@@ -87,7 +214,7 @@ def split(position: np.ndarray, mass: np.ndarray) -> Measure:
     return Measure(low, left + right)
 
 
-def node_kernel(std: float, reach: float = REACH) -> Measure:
+def node_kernel(std: float, reach: float) -> Measure:
     """N(0, std**2), in lattice units, rounded randomly to the nodes without moving the mean."""
     end = math.ceil(reach * std) + 1
     index = np.arange(end + 1)
@@ -99,18 +226,12 @@ def node_kernel(std: float, reach: float = REACH) -> Measure:
     return Measure(-end, np.concatenate([mass[:0:-1], mass]))
 
 
-def cell_kernel(std: float, reach: float = REACH) -> Measure:
+def cell_kernel(std: float, reach: float) -> Measure:
     """N(0, std**2): the exact mass of the cells [k, k + 1]."""
     end = math.ceil(reach * std)
     tails = special.ndtr(-np.arange(end + 1) / std)
     half = tails[:-1] - tails[1:]
     return Measure(-end, np.concatenate([half[::-1], half]))
-
-
-LARGEST_EPSILON = 700.0
-"""Its exponential fits a double."""
-
-_ROUNDING = 1e-11  # relative, per step: more than the sums of a convolution lose
 
 
 @attrs.frozen(eq=False)
@@ -140,16 +261,14 @@ class CellPair:
 
         The better of Hölder's inequality and the upper bound on the complement.
         """
-        largest = float(self.kappa.max())
-        orders = np.geomspace(1e-4, 0.9, 40) / (2 * largest)
-        orders = orders[orders > 1]
+        orders = np.geomspace(1e-4, 0.9, 40) / (2 * float(self.kappa.max()))
+        rounding = _ROUNDING * len(self.kappa)
         p = np.maximum(p - self.missing_p, 0)
         best = np.zeros_like(p)
-        for a in orders:
-            log_moment = -0.5 * float(np.log1p(-2 * a * self.kappa).sum()) / a
-            log_moment += _ROUNDING * len(self.kappa)
+        for a in orders[orders > 1]:
+            log_moment = rounding - 0.5 * float(np.log1p(-2 * a * self.kappa).sum()) / a
             best = np.maximum(best, (p * math.exp(-log_moment)) ** (a / (a - 1)))
-        return np.maximum(best, 1 - self._inflated(1 - p + _ROUNDING * len(self.kappa)))
+        return np.maximum(best, 1 - self._inflated(1 - p + rounding))
 
     def at_most(self, q: np.ndarray) -> np.ndarray:
         """Upper bounds on real probabilities from computed ones, of the second law."""
@@ -178,23 +297,22 @@ class CellPair:
         """The computed Renyi divergence."""
         # The tails of p and q are cut off at different places; without these corrections a cell
         # of p could stand against an empty cell of q.
-        p, q = self.p - self.missing_p, self.q + self.missing_q
-        return _renyi(p[p > 0], q[p > 0], order)
+        return _renyi(self.p - self.missing_p, self.q + self.missing_q, order)
 
     def renyi_lower_bound(self, order: float) -> float:
         """At most the real one."""
-        p, q = self.at_least(self.p), self.at_most(self.q)
-        return _renyi(p[p > 0], q[p > 0], order)
+        return _renyi(self.at_least(self.p), self.at_most(self.q), order)
 
 
 def _renyi(p: np.ndarray, q: np.ndarray, order: float) -> float:
+    p, q = p[p > 0], q[p > 0]
     if p.size == 0:
         return 0.0
     exponent = order * np.log(p) + (1 - order) * np.log(q)
     return max(0.0, float(special.logsumexp(exponent)) / (order - 1))
 
 
-Gradient = Callable[[np.ndarray], np.ndarray]
+# --- the oracle -----------------------------------------------------------------------------------
 
 
 @attrs.frozen
@@ -252,27 +370,21 @@ class GridOracle:
     equal noise and no expansion that is T / (2 cells_per_std**2).
 
     Args:
-        event: The run, without releases, a cap on Poisson batches or steps without noise. Its
-            `loss` is not used: whether the gradients have the declared geometry is the caller's
-            responsibility.
-        gradients: One callable per record, from an array of iterates to the gradients at them;
+        event: A run without releases, a cap on Poisson batches, a proximal map or steps without
+            noise. Its `loss` is not used: whether the gradients have the declared geometry is the
+            caller's responsibility.
+        gradients: One callable for each record, from an array of iterates to the gradients at them;
             neither clipped nor averaged; None for no gradient. Equal callables are taken together,
             which is what makes many records possible under random orders.
-        neighbour: The gradient of the record that replaces `record`, None for none.
-        record: The index of the record that differs. CYCLIC: batch j holds the records
+        neighbour: Gradient of the record that replaces `record`, None for none.
+        record: Index of the record that differs. CYCLIC: batch j holds the records
             j * batch_size, ..., (j + 1) * batch_size - 1.
         start: x_0.
-        domain: The interval (low, high) on which every iterate is projected; needed exactly if
+        domain: Interval (low, high) on which every iterate is projected; needed exactly if
             event.domain_diameter is finite, and no longer than that.
-        cells_per_std: Cells per standard deviation of the noise on the iterate, at its smallest.
-        reach: Noise beyond this many standard deviations is cut off, and counted as missing. A
-            small one is faster, and misses the tails.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: The arguments do not fit each other.
-        UnsupportedRunError: The event has parts that the oracle does not model, or random batches
-            that are too many to enumerate.
+        cells_per_std: Cells in a standard deviation of the noise on the iterate, at its smallest.
+        reach: Standard deviations beyond which noise is cut off, and counted as missing. A small
+            one is faster, and misses the tails.
 
     Source: this project.
     """
@@ -289,13 +401,14 @@ class GridOracle:
         cells_per_std: int = 32,
         reach: float = REACH,
     ):
-        _check(event, gradients, domain)
-        record = validate.integer("record", record, minimum=0, maximum=event.dataset_size - 1)
-        start = validate.real("start", start)
-        if domain is not None and not domain[0] <= start <= domain[1]:
-            raise ValueError(f"Expected start in the domain {domain}, got {start!r}.")
-        cells = validate.integer("cells_per_std", cells_per_std, minimum=2)
-        reach = validate.real("reach", reach, minimum=4, maximum=REACH)
+        assert not event.release_steps
+        assert event.max_batch_size is None
+        assert event.prox_strong_convexity == 0
+        assert (event.per_step("learning_rate") * event.noise_std_on_sum() > 0).all()
+        assert len(gradients) == event.dataset_size
+        width = math.inf if domain is None else domain[1] - domain[0]
+        assert width <= event.domain_diameter
+        assert (domain is None) == (event.domain_diameter == math.inf)
         number: dict[Gradient | None, int | None] = {None: None}
         for i, gradient in enumerate(gradients):
             if i != record and gradient is not None:
@@ -306,7 +419,7 @@ class GridOracle:
         first, second = [gradients[record], *others], [neighbour, *others]
         self._fine, self._coarse = (
             _cell_pair(_Grid(event, start, domain, per_std, reach), chains, first, second)
-            for per_std in (cells, cells / 2)
+            for per_std in (cells_per_std, cells_per_std / 2)
         )
 
     def delta(self, epsilon: float) -> tuple[GridEstimate, GridEstimate]:
@@ -315,7 +428,6 @@ class GridOracle:
         Returns:
             The data set against its neighbour, and the neighbour against the data set.
         """
-        epsilon = validate.real("epsilon", epsilon, minimum=0, maximum=LARGEST_EPSILON)
         return self._estimates(
             lambda pair: pair.hockey_stick(epsilon),
             lambda pair: pair.hockey_stick_lower_bound(epsilon),
@@ -327,7 +439,6 @@ class GridOracle:
         Noise beyond 16 standard deviations is cut off: where order * mu is beyond about 10, `value`
         falls short.
         """
-        order = validate.real("order", order, above=1)
         return self._estimates(
             lambda pair: pair.renyi(order), lambda pair: pair.renyi_lower_bound(order)
         )
@@ -335,48 +446,12 @@ class GridOracle:
     def _estimates(
         self, estimate: Callable[[CellPair], float], lower_bound: Callable[[CellPair], float]
     ) -> tuple[GridEstimate, GridEstimate]:
-        """One divergence in both directions."""
         fine, coarse = self._fine, self._coarse
         forward, backward = (
             GridEstimate(value := estimate(a), abs(value - estimate(b)), lower_bound(a))
             for a, b in ((fine, coarse), (fine.reversed(), coarse.reversed()))
         )
         return forward, backward
-
-
-def _check(
-    event: LastIterateDpEvent,
-    gradients: Sequence[Gradient | None],
-    domain: tuple[float, float] | None,
-) -> None:
-    if event.release_steps or event.max_batch_size is not None:
-        raise UnsupportedRunError(
-            "Expected an event without release_steps and max_batch_size, "
-            f"got {event.release_steps} and {event.max_batch_size}."
-        )
-    if event.prox_strong_convexity:
-        raise UnsupportedRunError(
-            "Expected an event with prox_strong_convexity = 0, got "
-            f"{event.prox_strong_convexity:g}: the grid has no proximal map."
-        )
-    if not (event.per_step("learning_rate") * event.noise_std_on_sum() > 0).all():
-        raise UnsupportedRunError(
-            "Expected noise_multiplier > 0 and learning_rate > 0 at every step, got 0. Without "
-            "noise the iterate has no density."
-        )
-    if len(gradients) != event.dataset_size:
-        raise ValueError(
-            f"Expected one gradient for each of the dataset_size = {event.dataset_size} records, "
-            f"got {len(gradients)}."
-        )
-    width = math.inf if domain is None else domain[1] - domain[0]
-    if (domain is None) != (event.domain_diameter == math.inf) or not (
-        0 < width <= event.domain_diameter
-    ):
-        raise ValueError(
-            f"Expected a domain (low, high) of length at most domain_diameter = "
-            f"{event.domain_diameter:g}, None if that is infinite, got {domain}."
-        )
 
 
 class _Grid:
@@ -409,19 +484,11 @@ class _Grid:
         self, t: int, iterate: np.ndarray, gradients: Sequence[Gradient | None]
     ) -> Callable[[Counts], np.ndarray]:
         """The update without its noise, in lattice units, as a function of the batch."""
-        values = []
-        for gradient in gradients:
-            value = np.zeros_like(iterate)
-            if gradient is not None:
-                value = np.asarray(gradient(iterate), dtype=np.float64)
-            if value.shape != iterate.shape or not np.isfinite(value).all():
-                raise ValueError(
-                    "Expected gradients that map an array to finite values of its shape, got "
-                    f"shape {value.shape} for {iterate.shape}, or values that are not finite."
-                )
-            values.append(
-                value if self.clip is None else np.clip(value, -self.clip[t], self.clip[t])
-            )
+        raw = [np.zeros_like(iterate) if g is None else g(iterate) for g in gradients]
+        values = [
+            value if self.clip is None else np.clip(value, -self.clip[t], self.clip[t])
+            for value in raw
+        ]
 
         def update(batch: Counts) -> np.ndarray:
             total = sum(n * value for n, value in zip(batch, values, strict=True) if n)

@@ -6,7 +6,6 @@ A convex function with an M'-Lipschitz gradient g satisfies, and is characterise
 
 import itertools
 
-import attrs
 import numpy as np
 import numpy_envelopes as envelope
 import pytest
@@ -24,37 +23,23 @@ def norms(rows):
     return np.linalg.norm(rows, axis=1)
 
 
-@attrs.define
-class Climb:
-    """Pairs (z, z + d), each of which moves wherever that makes its ratio larger."""
-
-    ratio: object  # of arrays z, d of shape (climbers, dimension)
-    random: np.random.Generator
-    points: np.ndarray
-    steps: np.ndarray
-
-    def run(self):
-        best = self.ratio(self.points, self.steps)
-        size = np.ones((CLIMBERS, 1))
-        for _ in range(ROUNDS):
-            points = self.points + size * self.random.normal(size=self.points.shape)
-            length = norms(self.steps)[:, None]
-            steps = self.steps + size * length * self.random.normal(size=self.steps.shape)
-            steps *= np.maximum(1, 1e-4 / norms(steps)[:, None])
-            ratio = self.ratio(points, steps)
-            is_better = (ratio > best)[:, None]
-            self.points = np.where(is_better, points, self.points)
-            self.steps = np.where(is_better, steps, self.steps)
-            size = np.clip(size * np.where(is_better, 1.5, 0.8), 1e-3, 3.0)
-            best = np.maximum(best, ratio)
-        return best.max()
-
-
 def climb(ratio, dimension, scale, seed):
+    """The largest ratio of pairs (z, z + d), each of which moves wherever that makes it larger."""
     random = np.random.default_rng(seed)
     points = random.normal(size=(CLIMBERS, dimension)) * scale
     lengths = 10 ** random.uniform(-3, 1, size=(CLIMBERS, 1)) / np.sqrt(dimension)
-    return Climb(ratio, random, points, lengths * random.normal(size=points.shape)).run()
+    steps = lengths * random.normal(size=points.shape)
+    best, size = ratio(points, steps), np.ones((CLIMBERS, 1))
+    for _ in range(ROUNDS):
+        moved = points + size * random.normal(size=points.shape)
+        turned = steps + size * norms(steps)[:, None] * random.normal(size=steps.shape)
+        turned *= np.maximum(1, 1e-4 / norms(turned)[:, None])
+        found = ratio(moved, turned)
+        is_better = (found > best)[:, None]
+        points, steps = np.where(is_better, moved, points), np.where(is_better, turned, steps)
+        size = np.clip(size * np.where(is_better, 1.5, 0.8), 1e-3, 3.0)
+        best = np.maximum(best, found)
+    return best.max()
 
 
 def expansion(gradient, inverse_smoothness):

@@ -190,16 +190,12 @@ def test_figures_of_the_page():
         assert guarantee.epsilon(1e-5) == pytest.approx(published, rel=0.01)
 
 
-def test_no_step_more_makes_a_difference():
-    bound = OverlappingLaws()
-    few, many = (bound.guarantee(run(num_steps=n), REPLACE_ONE) for n in (2, 10**7))
-    assert few.epsilon(1e-5) == many.epsilon(1e-5)
-
-
-def test_a_schedule_costs_what_its_worst_step_does():
+def test_a_run_costs_what_its_worst_step_does():
     worst = {"noise_multiplier": 2.0, "learning_rate": 0.6}
     schedules = {"noise_multiplier": np.linspace(2, 4, 24), "learning_rate": np.full(24, 0.6)}
     bound = OverlappingLaws()
+    few, many = (bound.guarantee(run(num_steps=n), REPLACE_ONE) for n in (2, 10**7))
+    assert few.epsilon(1e-5) == many.epsilon(1e-5)
     constant, scheduled = (bound.guarantee(run(**x), REPLACE_ONE) for x in (worst, schedules))
     assert scheduled.epsilon(1e-5) == pytest.approx(constant.epsilon(1e-5), rel=1e-12)
     faster = bound.guarantee(run(learning_rate=np.linspace(0.6, 1.2, 24)), REPLACE_ONE)
@@ -214,17 +210,18 @@ def test_what_it_is_not_about():
         ("domain_diameter", run(domain_diameter=46.0)),  # 102 standard deviations of the noise
         ("releases", run(release_steps=(5,))),
         ("batch order", run(batch_order="poisson", batch_size=2)),
+        ("domain_diameter", run(noise_multiplier=0.0)),
+        ("domain_diameter", run(num_steps=3, noise_multiplier=[3.0, 0.0, 3.0])),
     ]
     for condition, event in refused:
         unmet = OverlappingLaws().check(event, REPLACE_ONE)
         assert condition in {u.condition for u in unmet}
 
 
-@pytest.mark.parametrize("batches", [513, 800, 40_000])
-def test_updates_that_expand_beyond_all_numbers_hide_nothing(batches):
+def test_updates_that_expand_beyond_all_numbers_hide_nothing():
     """2.1 to the power of 800 is 1e257, and no number is as large as its square."""
     event = run(
-        **CYCLIC | {"batch_size": 1, "dataset_size": batches, "num_steps": 2 * batches},
+        **CYCLIC | {"batch_size": 1, "dataset_size": 800, "num_steps": 1600},
         learning_rate=1.0,
         loss=hsa.LossGeometry.smooth(1.1),
     )
@@ -233,17 +230,11 @@ def test_updates_that_expand_beyond_all_numbers_hide_nothing(batches):
     assert guarantee.epsilon(1e-6) == math.inf
 
 
-def test_without_noise_nothing_is_hidden():
-    (unmet,) = OverlappingLaws().check(run(noise_multiplier=0.0), REPLACE_ONE)
-    assert unmet.actual == "inf"
-
-
 def test_a_probability_is_never_beyond_one():
     """Little noise, a wide domain: the divergences are 1 but for rounding."""
-    event = hsa.LastIterateDpEvent(
-        noise_multiplier=4.77, learning_rate=2.02, clip_norm=0.0143, batch_size=4,
-        dataset_size=12, num_steps=2, batch_order="cyclic",
-        loss=hsa.LossGeometry.generalized_linear(smoothness=1.0), domain_diameter=2.4,
+    event = run(
+        **CYCLIC | {"batch_size": 4, "dataset_size": 12, "num_steps": 2}, noise_multiplier=4.77,
+        learning_rate=2.02, clip_norm=0.0143, domain_diameter=2.4,
     )  # fmt: skip
     guarantee = OverlappingLaws().guarantee(event, REPLACE_ONE)
     assert guarantee.delta(0.0) == 1
@@ -272,8 +263,3 @@ def test_pauses_are_passed_over():
         assert epsilon(paused(*pauses, period=3)) == in_order
     assert OverlappingLaws().check(paused(5, period=3), REPLACE_ONE)  # epochs of other lengths
     assert epsilon(run(num_steps=2, learning_rate=[0.0, 0.0])) == 0
-
-
-def test_a_step_without_noise_is_no_pause():
-    event = run(num_steps=3, noise_multiplier=[3.0, 0.0, 3.0], learning_rate=[0.6, 0.5, 0.6])
-    assert OverlappingLaws().check(event, REPLACE_ONE)

@@ -1,0 +1,463 @@
+"""`hsa.audit` and its attacks: exact laws, false claims that are caught, true ones that are not."""
+
+import itertools
+import json
+import math
+
+import dp_accounting
+import numpy as np
+import pytest
+from cases import seeds
+from dp_accounting import NeighboringRelation
+from dp_accounting.rdp import RdpAccountant
+from gaussian_oracle import GaussianOracle, equally_likely_orders
+from grid_oracle import GridOracle
+from runs import cyclic_run, full_run, probe_run
+
+import hidden_state_accountants as hsa
+from hidden_state_accountants.auditing import LinearLosses, QuadraticLosses
+from hidden_state_accountants.auditing.linear_losses import (
+    mu_by_position,
+    participation_probability,
+)
+from hidden_state_accountants.auditing.quadratic_losses import quadratic_runs
+from hidden_state_accountants.curves.base import GaussianCurve
+from hidden_state_accountants.curves.gaussian import delta_from_mu
+
+ADD, SPECIAL, ONE = (
+    NeighboringRelation.ADD_OR_REMOVE_ONE,
+    NeighboringRelation.REPLACE_SPECIAL,
+    NeighboringRelation.REPLACE_ONE,
+)
+EPSILONS = (0.0, 0.3, 1.0, 2.5)
+LINEAR = hsa.LossGeometry.linear(1.0)
+STRONGLY_CONVEX = hsa.LossGeometry.strongly_convex(1.0, 0.3, lipschitz=0.9)
+QUICK = (LinearLosses(), QuadraticLosses())
+
+
+def evidence_of(attack, event, relation=SPECIAL):
+    return attack.evidence(event, relation, lambda text: None)
+
+
+def exact_mu(event, position, curvature=0.0, factor=1):
+    """By linear algebra; the record's own curvature is 0."""
+    hessians = np.full((event.dataset_size, 1, 1), curvature)
+    record = position * event.batch_size
+    hessians[record] = 0.0
+    b, period = event.batch_size, event.batches_per_epoch
+    batches = [range(i, min(i + b, event.dataset_size)) for i in range(0, period * b, b)]
+    return GaussianOracle(
+        hessians,
+        [(1.0, [list(batches[t % period]) for t in range(event.num_steps)])],
+        learning_rate=event.per_step("learning_rate"),
+        noise_std=event.noise_std_on_sum(),
+        weight_decay=event.per_step("weight_decay"),
+        batch_size=event.batch_size,
+        record=record,
+        slope_difference=[factor * event.gradient_bound()[0]],
+        release_steps=event.release_steps,
+    ).mu
+
+
+# --- linear losses --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_linear_losses_are_exact_at_every_position(seed):
+    rng = np.random.default_rng(seed)
+    steps, size = int(rng.integers(1, 20)), int(rng.integers(3, 9))  # often a short last batch
+    event = cyclic_run(
+        dataset_size=size,
+        batch_size=min(size, int(rng.integers(1, 4))),
+        num_steps=steps,
+        noise_multiplier=rng.uniform(0.5, 3, steps),
+        learning_rate=rng.uniform(0.1, 1, steps),
+        weight_decay=rng.uniform(0, 0.9, steps),
+        release_steps=rng.integers(1, steps + 1, 2).tolist(),
+        loss=LINEAR,
+    )
+    for position, mu in enumerate(mu_by_position(event)):
+        assert mu == pytest.approx(exact_mu(event, position), rel=1e-10)
+    best = max(exact_mu(event, p, factor=2) for p in range(event.batches_per_epoch))
+    evidence = evidence_of(LinearLosses(), event, ONE)
+    assert evidence.delta(0.7) == pytest.approx(delta_from_mu(best, 0.7), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("noise", "releases", "mu"), [(1e-3, (), 1e3), (1.0, (1, 2), math.sqrt(3))]
+)
+def test_extreme_but_legal_rates_leave_no_trace_of_overflow(noise, releases, mu):
+    event = full_run(
+        learning_rate=[1e-74, 1e74, 1e-74], num_steps=3, noise_multiplier=noise, weight_decay=0.0,
+        release_steps=releases,
+    )  # fmt: skip
+    assert mu_by_position(event)[0] == pytest.approx(mu, rel=1e-12)
+
+
+def enumerated(event, there, others):
+    """The mixture over all batch sequences, exactly, for constant gradients; the record's is 1."""
+    b, steps = event.batch_size, event.num_steps
+    if event.batch_order is hsa.BatchOrder.POISSON:  # the record alone: the others have no gradient
+        q = b / event.dataset_size
+        orders = [
+            (math.prod(q if i else 1 - q for i in joins), [(0,) * i for i in joins])
+            for joins in itertools.product((0, 1), repeat=steps)
+        ]
+        slopes = [[1.0]]
+    else:
+        orders = equally_likely_orders(event.batch_order.value, event.dataset_size, b, steps)
+        slopes = [[1.0]] + [[others]] * (event.dataset_size - 1)
+    return GaussianOracle(
+        np.zeros((len(slopes), 1, 1)),
+        orders,
+        learning_rate=event.per_step("learning_rate"),
+        noise_std=event.noise_std_on_sum(),
+        weight_decay=event.per_step("weight_decay"),
+        batch_size=b,
+        record=0,
+        slope_difference=[there - 1.0],
+        slopes=slopes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "size", "batch", "steps", "relation", "is_scheduled"),
+    [
+        ("poisson", 6, 2, 5, SPECIAL, True),
+        ("without_replacement", 4, 2, 3, ONE, True),
+        ("shuffled_once", 4, 2, 5, SPECIAL, False),
+        ("shuffled_once", 3, 2, 4, ONE, True),  # a short last batch
+        ("reshuffled", 3, 1, 5, SPECIAL, True),  # a partial last epoch
+        ("reshuffled", 3, 2, 4, ONE, False),
+    ],
+)
+def test_random_orders_against_enumeration(order, size, batch, steps, relation, is_scheduled):
+    event = cyclic_run(
+        batch_order=order,
+        dataset_size=size,
+        batch_size=batch,
+        num_steps=steps,
+        noise_multiplier=0.9,
+        weight_decay=0.4 if is_scheduled else 0.0,
+        learning_rate=np.linspace(1.0, 0.3, steps) if is_scheduled else 0.5,
+        loss=LINEAR,
+    )
+    there = 0.0 if relation is SPECIAL else -1.0
+    oracles = [enumerated(event, there, others) for others in (0.0, -1.0)]
+    evidence = evidence_of(LinearLosses(), event, relation)
+    for epsilon in EPSILONS:
+        exact = max(max(oracle.delta(epsilon)) for oracle in oracles)
+        assert 0.99 * exact - 1e-6 <= evidence.delta(epsilon) <= exact * (1 + 1e-9) + 1e-15
+
+
+def test_releases_of_a_random_order_show_more_and_no_more_than_composition():
+    arguments = {"batch_order": "poisson", "weight_decay": 0.3, "num_steps": 6, "loss": LINEAR}
+    event = cyclic_run(release_steps=range(1, 6), **arguments)
+    hidden, released = (evidence_of(LinearLosses(), e) for e in (cyclic_run(**arguments), event))
+    composed = hsa.LastIterateAccountant().compose(event)
+    for epsilon in (0.0, 0.2, 1.0):
+        assert hidden.delta(epsilon) < released.delta(epsilon) <= composed.get_delta(epsilon)
+
+
+def test_a_cap_keeps_a_record_out_of_full_batches():
+    event = cyclic_run(batch_order="poisson", max_batch_size=2)
+    rng = np.random.default_rng(0)
+    joins = rng.random((200_000, 20)) < 5 / 20
+    rank = rng.random(joins.shape)
+    rank[~joins] = 2.0
+    kept = joins[:, 0] & ((rank < rank[:, :1]).sum(axis=1) < 2)
+    assert participation_probability(event) == pytest.approx(kept.mean(), abs=4e-3)
+    assert participation_probability(event) < 5 / 20
+
+
+# --- quadratic losses -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("position", range(4))
+def test_quadratic_runs_are_exact_where_they_stay(position):
+    event = cyclic_run(num_steps=19, release_steps=(4, 11))
+    for curvature in (-0.2, 0.0, 1.0):
+        h = np.array([curvature])
+        mu = quadratic_runs(event, position, (1, -1), h, h)[0][0]
+        exact = exact_mu(event, position, curvature, factor=2)
+        assert mu == pytest.approx(exact, rel=1e-8)
+        assert mu < exact
+
+
+@pytest.mark.parametrize("domain", [math.inf, 3.0])
+def test_the_chance_to_leave_is_not_underestimated(domain):
+    event = full_run(
+        batch_size=4, dataset_size=4, num_steps=10, noise_multiplier=2.0, domain_diameter=domain
+    )
+    h = np.array([0.7])
+    _, (leaves,), (neighbour_leaves,) = quadratic_runs(event, 0, (1, 0), h, h)
+    rng = np.random.default_rng(1)
+    for record, bound in ((1.0, leaves), (0.0, neighbour_leaves)):
+        x, left = np.zeros(200_000), np.zeros(200_000, dtype=bool)
+        for _ in range(10):
+            left |= 0.7 * np.abs(x) > 1.0
+            x = 0.9 * x - 0.5 / 4 * (3 * 0.7 * x + record + 2.0 * rng.normal(size=x.shape))
+            left |= np.abs(x) > domain / 2
+        assert 0 < left.mean() <= bound * 1.05
+        assert bound < 12 * left.mean()
+
+
+@pytest.mark.parametrize("relation", [SPECIAL, ONE])
+def test_quadratic_evidence_is_below_the_truth_of_the_huber_run(relation):
+    """The run in the class, where gradients are cut, on the grid."""
+    event = full_run(batch_size=4, dataset_size=4, num_steps=6, noise_multiplier=1.0)
+    evidence = evidence_of(QuadraticLosses(), event, relation)
+
+    def huber_of(slope):
+        return lambda x: np.clip(slope * x, -1, 1)
+
+    grids = [
+        GridOracle(event, [np.ones_like] + [huber_of(slope)] * 3,
+                   (lambda x: -np.ones_like(x)) if relation is ONE else None)
+        for slope in (1e-9, 0.5, 0.9, 1.0)
+    ]  # fmt: skip
+    for epsilon in (0.0, 0.5, 1.5):
+        truth = max(v.value + v.error for grid in grids for v in grid.delta(epsilon))
+        assert 0.5 * truth < evidence.delta(epsilon) <= truth
+
+
+def test_curvature_erases_noise_and_undoes_decay():
+    probe = probe_run(num_steps=2000)
+    linear, quadratic = (evidence_of(attack, probe).epsilon(1e-5) for attack in QUICK)
+    assert quadratic > 2 * linear
+    anything = full_run(
+        batch_size=100, dataset_size=100, loss=hsa.LossGeometry.smooth(0.5), weight_decay=0.1
+    )
+    found = evidence_of(QuadraticLosses(), anything).delta(1.0)
+    assert found == pytest.approx(delta_from_mu(math.sqrt(24) / 2, 1.0), rel=1e-3)
+
+
+SECRET = {"batch_order": "poisson"}
+
+
+@pytest.mark.parametrize(
+    ("attack", "changes", "relation", "text"),
+    [
+        (LinearLosses(), {}, ADD, "fixed size"),
+        (LinearLosses(), {"domain_diameter": 1.0}, SPECIAL, "no projection"),
+        (LinearLosses(), {"loss": STRONGLY_CONVEX}, SPECIAL, "not strongly convex"),
+        (LinearLosses(), {**SECRET, "noise_multiplier": 0.0}, SPECIAL, "noise_multiplier > 0"),
+        (QuadraticLosses(), SECRET, SPECIAL, "FULL or CYCLIC"),
+        (QuadraticLosses(), {"loss": LINEAR}, SPECIAL, "curvature"),
+        (QuadraticLosses(), {"loss": STRONGLY_CONVEX}, SPECIAL, "no strong convexity"),
+        (QuadraticLosses(), {"noise_multiplier": 0.0}, SPECIAL, "noise_multiplier > 0"),
+    ],
+)
+def test_where_an_attack_does_not_apply(attack, changes, relation, text):
+    assert text in "; ".join(map(str, attack.check(cyclic_run(**changes), relation)))
+
+
+# --- false claims ---------------------------------------------------------------------------------
+
+
+def gaussian(mu, relation=SPECIAL):
+    return hsa.Guarantee(GaussianCurve(mu), relation, "a claim")
+
+
+@pytest.mark.parametrize(
+    ("run", "relation", "decay", "released"),
+    [(full_run, SPECIAL, 0.0, ()), (cyclic_run, ONE, 0.2, (3, 9)), (cyclic_run, SPECIAL, 0.2, ())],
+)
+def test_five_percent_less_than_the_truth_is_caught(run, relation, decay, released):
+    event = run(weight_decay=decay, loss=LINEAR, release_steps=released)
+    mu = mu_by_position(event).max() * (2 if relation is ONE else 1)
+    report = hsa.audit(gaussian(0.95 * mu, relation), event, attacks=QUICK)
+    assert report.violated_by == "linear_losses"
+    assert report.lower_bound > report.claimed
+    assert report.tightness < 1
+    assert not hsa.audit(gaussian(mu, relation), event, attacks=QUICK).violated
+
+
+def test_hiding_the_iterates_does_not_halve_epsilon():
+    for event in (full_run(weight_decay=0.0), full_run(weight_decay=0.0, loss=None)):
+        composed = hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5)
+        report = hsa.audit((composed / 2, 1e-5), event, neighboring_relation=SPECIAL)
+        assert report.violated
+        assert report.lower_bound == pytest.approx(composed, rel=1e-6)
+
+
+def test_a_contraction_does_not_forget_all_earlier_epochs():
+    """A claim that only the last participation counts because c < 1."""
+    once = 1 / 2.0  # gradient bound / noise
+    assert hsa.audit(gaussian(once), full_run(weight_decay=0.02), attacks=QUICK).violated
+    cyclic = cyclic_run(weight_decay=0.02, num_steps=240, noise_multiplier=1.0, loss=LINEAR)
+    assert hsa.audit(gaussian(0.4), cyclic, attacks=QUICK).violated
+
+
+@pytest.mark.parametrize("order", ["poisson", "reshuffled", "shuffled_once", "without_replacement"])
+def test_random_orders_are_not_for_free(order):
+    event = cyclic_run(batch_order=order, weight_decay=0.0, noise_multiplier=1.0)
+    relation = ONE if order == "without_replacement" else SPECIAL
+    epsilon = hsa.LastIterateAccountant(relation).compose(event).get_epsilon(1e-5)
+    true, false = (
+        hsa.audit((claim, 1e-5), event, neighboring_relation=relation, attacks=QUICK)
+        for claim in (epsilon, epsilon / 8)
+    )
+    assert not true.violated
+    assert 1 < true.tightness < 8
+    assert false.violated_by == "linear_losses"
+
+
+def test_a_claim_can_be_false_away_from_the_target_delta():
+    event = full_run(loss=LINEAR)
+
+    class Kinked(GaussianCurve):
+        def delta(self, epsilon):
+            return super().delta(epsilon) * (0.5 if epsilon > 8 else 1.0)
+
+    claim = hsa.Guarantee(Kinked(mu_by_position(event).max()), SPECIAL, "a claim")
+    assert not hsa.audit(claim, event, attacks=(QuadraticLosses(),)).violated
+    assert hsa.audit(claim, event, attacks=QUICK).violated
+
+
+# --- true claims ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", seeds(2 * len(hsa.BatchOrder), len(hsa.BatchOrder)))
+def test_no_sound_accountant_is_violated(seed):
+    """test_search.py beside this file draws more runs, and judges them by exact laws."""
+    rng = np.random.default_rng(seed)
+    order = tuple(hsa.BatchOrder)[seed % len(hsa.BatchOrder)]
+    batch = int(rng.integers(1, 4))
+    period = 1 if order is hsa.BatchOrder.FULL else int(rng.integers(2, 4))
+    steps = int(rng.integers(5, 11))
+    losses = [
+        hsa.LossGeometry.convex(1.0),
+        hsa.LossGeometry.generalized_linear(2.0, 0.7),
+        hsa.LossGeometry.smooth(0.5),
+        hsa.LossGeometry.weakly_convex(1.0, 0.2, 1.2),
+        None,
+    ]
+    event = hsa.LastIterateDpEvent(
+        noise_multiplier=rng.uniform(0.7, 3.0, steps),
+        learning_rate=rng.uniform(0.1, 1.0, steps),
+        clip_norm=rng.uniform(0.5, 1.2, steps),
+        weight_decay=rng.uniform(0.0, 0.5),
+        batch_size=batch,
+        dataset_size=batch * period,
+        num_steps=steps,
+        batch_order=order,
+        loss=losses[int(rng.integers(5))],
+        release_steps=(1, 4) if rng.random() < 0.3 else (),
+    )
+    for relation in [SPECIAL] if order is hsa.BatchOrder.POISSON else [SPECIAL, ONE]:
+        claim = accountant = hsa.LastIterateAccountant(relation).compose(event)
+        if accountant.guarantee.mu is None:  # one point of the curve, because each takes long
+            claim = (accountant.get_epsilon(1e-3), 1e-3)
+        report = hsa.audit(claim, event, neighboring_relation=relation, attacks=QUICK)
+        assert not report.violated, str(report)
+        assert report.tightness >= 1
+
+
+def test_linear_losses_meet_composition():
+    for event in (full_run(loss=LINEAR, weight_decay=0.0), cyclic_run(release_steps=range(1, 24))):
+        report = hsa.audit(hsa.LastIterateAccountant(), event)
+        assert report.tightness == pytest.approx(1.0, abs=1e-6)
+
+
+def test_the_probe_of_the_readme_is_quick_and_useful():
+    report = hsa.audit(hsa.LastIterateAccountant(), probe_run())
+    assert not report.violated
+    assert 1.3 < report.tightness < 1.6
+
+
+def test_infinity_is_never_violated():
+    report = hsa.audit(hsa.LastIterateAccountant(), full_run(noise_multiplier=0.0), attacks=QUICK)
+    assert not report.violated
+    assert report.claimed == math.inf == report.lower_bound
+    assert report.tightness == 1.0
+    claim = (math.inf, 1e-5)
+    assert not hsa.audit(claim, full_run(), neighboring_relation=ONE, attacks=QUICK).violated
+
+
+# --- forms of claims, and the report --------------------------------------------------------------
+
+
+def test_accountants_guarantees_and_pairs_agree():
+    event = cyclic_run()
+    accountant = hsa.LastIterateAccountant(ONE).compose(event)
+    epsilon = accountant.get_epsilon(1e-6)
+    reports = [
+        hsa.audit(claim, event, attacks=QUICK, **arguments)
+        for claim, arguments in [
+            (hsa.LastIterateAccountant(ONE), {"target_delta": 1e-6}),
+            (accountant, {"target_delta": 1e-6}),
+            (accountant.guarantee, {"target_delta": 1e-6}),
+            ((epsilon, 1e-6), {"neighboring_relation": ONE}),
+        ]
+    ]
+    assert {(r.claimed, r.lower_bound, r.target_delta) for r in reports} == {
+        (epsilon, reports[0].lower_bound, 1e-6)
+    }
+    assert all(r.neighboring_relation == "REPLACE_ONE" for r in reports)
+
+
+def test_stock_accountants_account_for_the_composition():
+    event = full_run(weight_decay=0.0)
+    composed = dp_accounting.pld.PLDAccountant()
+    composed.compose(event.as_composition(SPECIAL))
+    for accountant in (RdpAccountant(), composed):
+        report = hsa.audit(accountant, event, neighboring_relation=SPECIAL, attacks=QUICK)
+        assert 1 <= report.tightness < 1.2
+    assert not hsa.audit(RdpAccountant(), event, attacks=QUICK).violated  # FULL: add or remove
+
+
+@pytest.mark.parametrize(
+    ("claim", "arguments", "error", "text"),
+    [
+        ("1.0", {}, TypeError, "a Guarantee or a pair"),
+        ((1.0, 1e-5), {}, ValueError, "neighboring_relation"),
+        ((-1.0, 1e-5), {"neighboring_relation": ONE}, ValueError, "epsilon of the claim >= 0"),
+        (gaussian(1.0), {"neighboring_relation": ONE}, ValueError, "which the claim is for"),
+        (
+            hsa.LastIterateAccountant(),
+            {"neighboring_relation": ONE},
+            ValueError,
+            "which the claim is for",
+        ),
+        (
+            hsa.LastIterateAccountant().compose(cyclic_run(), 2),
+            {},
+            ValueError,
+            "nothing else, got the ledger",
+        ),
+        (gaussian(1.0), {"target_delta": 2.0}, ValueError, "target_delta"),
+        (gaussian(1.0), {"attacks": ()}, TypeError, "an attack is about"),
+        (gaussian(1.0), {"event": "run"}, TypeError, "DpEvent"),
+    ],
+)
+def test_what_is_refused(claim, arguments, error, text):
+    with pytest.raises(error, match=text):
+        hsa.audit(claim, **{"event": cyclic_run(), **arguments})
+
+
+def test_the_report_says_what_happened():
+    event, lines = cyclic_run(batch_order="poisson", loss=LINEAR), []
+    report = hsa.audit(
+        (0.01, 1e-5), event, neighboring_relation=SPECIAL, attacks=QUICK, progress=lines.append
+    )
+    assert any("linear_losses" in line for line in lines)
+    assert str(report).startswith("VIOLATED by linear_losses: epsilon is at least ")
+    assert "claimed 0.01 by (0.01, 1e-05)" in str(report)
+    assert "Witness (certified): linear losses, POISSON" in str(report)
+    linear, quadratic = report.rows
+    assert linear.applies
+    assert linear.violation
+    assert not quadratic.applies
+    assert "FULL or CYCLIC" in quadratic.detail
+    plain = report.to_dict()
+    assert json.loads(json.dumps(plain)) == plain | {"rows": list(plain["rows"])}
+    assert plain["violated"] is True
+
+
+def test_no_attack_is_not_a_clean_bill():
+    event = cyclic_run(batch_order="poisson", domain_diameter=1.0)
+    report = hsa.audit((1.0, 1e-5), event, neighboring_relation=SPECIAL, attacks=QUICK)
+    assert report.violated_by is None
+    assert report.tightness == math.inf
+    assert "not tested: no attack applies" in str(report)
