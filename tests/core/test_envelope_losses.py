@@ -3,8 +3,8 @@
 import itertools
 import math
 
+import envelopes as envelope
 import numpy as np
-import numpy_envelopes as envelope
 import pytest
 from dp_accounting import NeighboringRelation
 from envelopes import batch, bisected_gradient

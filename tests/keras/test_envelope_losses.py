@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow_privacy")
-import numpy_envelopes as envelope
+import envelopes as envelope
 import tensorflow as tf
 from envelopes import batch
 

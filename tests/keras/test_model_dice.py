@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import shared_runs
 from cases import first
-from cyclic_sgd import logistic_gradient
 from dice import normalise, update
 from shared_runs import BATCH, BETAS, CLIP, ERROR_CLIP, FEATURES, RATE, RECORDS, START
 
@@ -85,7 +84,7 @@ def dice_steps(batches, divisor, *, automatic=False):
     x, error = START, np.zeros_like(START)
     options = {"clipper": normalise} if automatic else {}
     for batch in batches:
-        gradients = [logistic_gradient(x, (X[i], LABELS[i])) for i in batch]
+        gradients = [shared_runs.logistic_gradient(x, (X[i], LABELS[i])) for i in batch]
         error_clip = CLIP if automatic else ERROR_CLIP
         v, error = update(error, gradients, divisor, CLIP, error_clip, **options)
         x = x - RATE * v

@@ -3,8 +3,8 @@
 import copy
 import math
 
+import envelopes as envelope
 import numpy as np
-import numpy_envelopes as envelope
 import pytest
 import torch
 from dp_accounting import NeighboringRelation

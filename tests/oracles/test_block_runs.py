@@ -14,7 +14,7 @@ from cases import seeds
 from dp_accounting import NeighboringRelation
 from hypothesis import given
 from hypothesis import strategies as st
-from quadratics import random_hessian
+from runs import random_hessian
 from scipy import special
 
 import hidden_state_accountants as hsa

@@ -6,8 +6,8 @@ A convex function with an M'-Lipschitz gradient g satisfies, and is characterise
 
 import itertools
 
+import envelopes as envelope
 import numpy as np
-import numpy_envelopes as envelope
 import pytest
 from envelopes import batch
 

@@ -9,8 +9,7 @@ from dp_accounting import NeighboringRelation
 from dp_accounting.pld import privacy_loss_distribution
 from gaussian_oracle import GaussianOracle, equally_likely_orders
 from grid_oracle import GridOracle
-from quadratics import cyclic_batches, random_hessian
-from runs import mu_at
+from runs import cyclic_batches, mu_at, random_hessian
 from scipy import stats
 
 import hidden_state_accountants as hsa

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation
-from quadratics import random_hessian
-from runs import cyclic_run, full_run, mu_at
+from runs import cyclic_run, full_run, mu_at, random_hessian
 from scipy import optimize
 
 import hidden_state_accountants as hsa

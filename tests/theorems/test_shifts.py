@@ -10,7 +10,7 @@ from cases import seeds
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import optimize
-from shift_programs import least_squares_mu_squared, slsqp_mu_squared, windows_mu_squared
+from shift_programs import least_squares_mu_squared, windows_mu_squared
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import shifted_interpolation
@@ -40,7 +40,6 @@ def test_equals_least_squares_and_sequential_quadratic_programming(seed):
     shift = float(rng.exponential()) * (rng.random() < 0.5)
     engine = hsa.shifted_gdp_mu(*problem, shift) ** 2
     assert engine == pytest.approx(least_squares_mu_squared(*problem, shift), rel=1e-11)
-    assert engine == pytest.approx(slsqp_mu_squared(*problem, shift), rel=1e-10)
 
 
 @pytest.mark.parametrize("seed", seeds(6))
