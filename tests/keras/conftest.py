@@ -14,7 +14,7 @@ from keras_fixtures import (  # noqa: F401
 
 import hidden_state_adapters.tf_privacy as adapter  # which need not have TensorFlow Privacy
 from hidden_state_accountants import LossGeometry
-from hidden_state_adapters.tf_privacy import batches as owned_batches
+from hidden_state_adapters.tf_privacy import PrivateRun
 
 RECORDS, FEATURES, BATCH = 24, 4, 4
 
@@ -99,14 +99,13 @@ def make_run(compile_options):
 @pytest.fixture
 def dealt(monkeypatch):
     """The records of every step of a model that owns its run, by step."""
-    batches, deal = {}, owned_batches.Dealer.deal
+    batches, deal = {}, PrivateRun._deal
 
-    def noted(dealer, step):
-        found = deal(dealer, step)
-        batches[step] = found[1][: found[0]]
-        return found
+    def noted(run, step):
+        batches[step] = np.array(deal(run, step), int)
+        return batches[step]
 
-    monkeypatch.setattr(owned_batches.Dealer, "deal", noted)
+    monkeypatch.setattr(PrivateRun, "_deal", noted)
     return batches
 
 

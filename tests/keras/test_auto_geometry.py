@@ -157,7 +157,7 @@ WHY = {
     ),
     "another update": (
         ([LINEAR(CLASSES)], SPARSE), {"optimizer": "adam", "feature_norm": 1.0},
-        "Update rule: Adam",
+        "Every step counts: Adam is not SGD.",
     ),
     "add or remove": (
         ([LINEAR(CLASSES)], SPARSE),

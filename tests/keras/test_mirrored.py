@@ -14,7 +14,7 @@ REFUSED = {
     "within_the_scope": "Expected fit outside of strategy.scope()",
     "compiled": "Expected jit_compile = False in a MirroredStrategy",
     "adam": "Expected plain SGD in a MirroredStrategy, got Adam",
-    "blocks": "Expected no distribution strategy with BlockCoordinateUpdate",
+    "blocks": "Expected plain SGD in a MirroredStrategy, got BlockCoordinateUpdate",
     "made_elsewhere": "Expected variables that were made in the scope",
     "one_device": "or a MirroredStrategy, got OneDeviceStrategy",
     "workers": "or a MirroredStrategy, got CollectiveAllReduceStrategy",

@@ -18,7 +18,7 @@ from hidden_state_adapters.tf_privacy import (
     keras_api,
     make_private,
 )
-from hidden_state_adapters.tf_privacy import batches as owned_batches
+from hidden_state_adapters.tf_privacy import run as private_run
 from hidden_state_adapters.tf_privacy.gradients import (
     RowByRow,
     ThroughLinearLayers,
@@ -319,9 +319,9 @@ def test_squared_lengths_are_those_of_double_precision(shape):
 @pytest.mark.parametrize(("rows", "full", "xla"), [(0, 2, 0), (1, 2, 0), (3, 3, 0), (9, 16, 1)])
 def test_no_batch_has_a_single_row_on_the_device(rows, full, xla):
     """Under XLA there are a few sizes."""
-    multiple = owned_batches.multiple_of_sizes(is_compiled=xla, expected=64)
-    assert owned_batches.filled(rows, multiple) == full
-    assert int(owned_batches.filled(tf.constant(rows, tf.int64), multiple)) == full
+    multiple = private_run.multiple_of_sizes(is_compiled=xla, expected=64)
+    assert private_run.filled(rows, multiple) == full
+    assert int(private_run.filled(tf.constant(rows, tf.int64), multiple)) == full
 
 
 @pytest.mark.parametrize("order", ORDERS)

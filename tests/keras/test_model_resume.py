@@ -13,8 +13,12 @@ from keras_models import DELTA, FEATURES, X, Y, fit
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
-from hidden_state_adapters.tf_privacy import BlockCoordinateUpdate, DiceUpdate, lineage
-from hidden_state_adapters.tf_privacy import batches as owned_batches
+from hidden_state_adapters.tf_privacy import (
+    BlockCoordinateUpdate,
+    DiceUpdate,
+    PrivateRun,
+    lineage,
+)
 
 optimizers, callbacks = tf.keras.optimizers, tf.keras.callbacks
 GEOMETRY = {"loss_geometry": hsa.LossGeometry.softmax_cross_entropy(2.0, bias=True)}
@@ -90,16 +94,15 @@ def test_it_is_one_run(name, new_process):
 
 
 def test_noise_and_random_batches_are_new(monkeypatch, new_process):
-    dealt, deal = [], owned_batches.Dealer.deal
+    dealt, deal = [], PrivateRun._deal
 
-    def noted(dealer, step):
-        rows, indices = deal(dealer, step)
-        dealt.append((int(step), tuple(indices[:rows])))
-        return rows, indices
+    def noted(run, step):
+        dealt.append((step, tuple(batch := deal(run, step))))
+        return batch
 
     x, y = np.linspace(-1, 1, 96 * FEATURES).reshape(96, FEATURES), np.tile(Y, 8)
     left = saved(fit(make(batch_order="poisson"), x=x, y=y, batch_size=48))
-    monkeypatch.setattr(owned_batches.Dealer, "deal", noted)
+    monkeypatch.setattr(PrivateRun, "_deal", noted)
     ends = []
     for _ in range(2):
         new_process()

@@ -173,7 +173,7 @@ GIVEN = cyclic(num_microbatches=2, prox=PROX, projection_radius=3.0, loss_geomet
         ),
         ({"projection_radius": 2}, r"projection_radius = 2\.0, .* got 3\.0"),
         ({"loss_geometry": "auto", "feature_norm": 1.0}, "loss_geometry = 'auto', .* LossGeom"),
-        ({"max_batch_size": 8}, 'say batch_order="poisson"'),
+        ({"max_batch_size": 8}, 'unless batch_order = "poisson"'),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -199,7 +199,7 @@ def stepped():
         (lambda: Subclass(CLIP, NOISE), "got Subclass, a subclass"),
         (stepped, "without steps in compile"),
         (lambda: DiceUpdate(cyclic()), "noise would be added twice"),
-        (lambda: DPKerasSGDOptimizer(CLIP, NOISE, learning_rate=RATE), "one of TensorFlow Privacy"),
+        (lambda: DPKerasSGDOptimizer(CLIP, NOISE, learning_rate=RATE), "got DPOptimizerClass"),
     ],
 )
 def test_refusals(optimizer, text):

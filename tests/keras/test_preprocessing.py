@@ -7,7 +7,6 @@ pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import HiddenStateSequential
 from hidden_state_adapters.tf_privacy.trained_part import check_layers
 
 layers = tf.keras.layers
@@ -75,7 +74,7 @@ def test_constants_are_fine(layer):
 def test_a_frozen_backbone_whose_weights_were_loaded():
     """As in EfficientNet: nobody knows constants, and nothing was adapted."""
     network = tf.keras.Sequential([tf.keras.Input([2]), layers.Normalization(), layers.Dense(2)])
-    with pytest.raises(hsa.UnsupportedRunError, match=r"freeze it: backbone\.trainable = False"):
+    with pytest.raises(hsa.UnsupportedRunError, match="Freeze it, where it is a part of a public"):
         check_layers(network)
     network.trainable = False
     model = tf.keras.Sequential([tf.keras.Input([2]), network, layers.Dense(1)])
@@ -83,12 +82,3 @@ def test_a_frozen_backbone_whose_weights_were_loaded():
     network.layers[0].adapt(NUMBERS)
     with pytest.raises(hsa.UnsupportedRunError, match="as adapt left it"):
         check_layers(model)
-
-
-def test_text_is_vectorized_before():
-    words = layers.TextVectorization(output_sequence_length=2, vocabulary=["a", "b"])
-    stack = [words, layers.Embedding(4, 3), layers.Flatten(), layers.Dense(2)]
-    model = HiddenStateSequential(stack, l2_norm_clip=1.0, noise_multiplier=1.0)
-    model.compile("sgd", tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    with pytest.raises(hsa.UnsupportedRunError, match=r"x = layer\(x\)"):
-        model.fit(WORDS, np.arange(12) % 2, batch_size=4, verbose=0)

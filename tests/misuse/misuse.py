@@ -644,18 +644,10 @@ def number_of_records_in_the_divisor(trial):
     trial.epoch()
 
 
-def weights_without_bound(trial):
+def weights_of_examples(trial):
     """A gradient is as long as its weight says."""
     trial.group(BATCH)
     trial.weigh([1.0, 2.0])
-    trial.epoch()
-
-
-def other_weights_later(trial):
-    trial.group(BATCH, weight_bound=2.0)
-    trial.weigh([1.0, 2.0])
-    trial.epoch()
-    trial.weigh([2.0, 1.0])
     trial.epoch()
 
 
@@ -809,8 +801,7 @@ MISUSES = (
     Misuse(183, microbatches, None, SEVERAL, goes_on=KERAS),
     Misuse(0, microbatches_of_one_example, None, ACCOUNTED),
     Misuse(183, more_microbatches_than_examples, None, "batch_size = 2, got 3", goes_on=KERAS),
-    Misuse(164, weights_without_bound, None, "Expected weight_bound=", goes_on=KERAS),
-    Misuse(164, other_weights_later, None, "of the run so far", goes_on=KERAS),
+    Misuse(164, weights_of_examples, None, "Expected class_weight alone", goes_on=KERAS),
     Misuse(36, afterwards("copy"), "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
     Misuse(36, afterwards("pickle"), "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
     # A budget.

@@ -18,40 +18,29 @@ import numpy as np
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import (
-    Assumption,
-    BlockCoordinateDpEvent,
-    LossGeometry,
-    Schedule,
-    UnsupportedRunError,
-)
+from hidden_state_accountants import Assumption, LossGeometry, Schedule, UnsupportedRunError
 from hidden_state_accountants.runs import algorithms
-from hidden_state_accountants.runs.run import Run, Step
-from hidden_state_accountants.runs.statement import Statement
+from hidden_state_accountants.runs.run import SLACK, Run, Step
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 from hidden_state_adapters.tf_privacy.lineage import Lineage, RunState
-from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import (
     PlainSGD,
     PrivateStep,
     StepEntry,
     Update,
-    check_variables,
-    check_within,
-    refuse_noise,
+    joint_norm,
 )
+from hidden_state_adapters.tf_privacy.trained_part import check_variables, refuse_surroundings
 
 Blocks = tuple[tuple[Any, ...], ...]
 
 
 class UpdateRule:
     """DP-SGD along an optimizer of Keras; other algorithms override what is theirs.
-
-    Files of Keras hold the optimizer by themselves, and `plain_rule` in the model's configuration.
 
     Attributes:
         divisor: Public divisor of the sums that the run has to have; None for any.
@@ -78,9 +67,8 @@ class UpdateRule:
         if settings.needs_plain_sgd and not update.is_plain_sgd:
             raise UnsupportedRunError(
                 f"Expected plain SGD with {settings.needs_plain_sgd}, got {update.name}: no "
-                "theorem here covers hidden iterates of another update. Compile with "
-                "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or leave the argument "
-                "out: every step is then accounted by composition."
+                "theorem here covers hidden iterates of another update. Leave the argument out: "
+                "every step is then accounted by composition."
             )
 
     def moves_by(self, settings: Settings, update: Update, variables: Sequence[Any]) -> PlainSGD:
@@ -108,12 +96,6 @@ class UpdateRule:
             other_rule="" if update.is_plain_sgd else update.name,
             microbatch=steps.examples_of_record,
         )
-
-    def knows_losses(self, optimizer: Any, variables: Sequence[Any]) -> bool:
-        """Returns whether what is known of a loss lowers epsilon: along plain SGD, in one block."""
-        if self.takes_gradient_bound:
-            return True
-        return Update(optimizer, variables).is_plain_sgd and len(self.blocks_of(variables)) <= 1
 
     def with_places(self, model: Any) -> UpdateRule:
         """Returns a rule for files, with the places of variables among those of a model."""
@@ -165,20 +147,22 @@ class Algorithm:
     ):
         refuse_surroundings()
         check_variables(variables)
-        update = Update(optimizer, variables)
+        self.update = update = Update(optimizer, variables)
         rule.check(settings, update, plan)
         self._strategy = getattr(variables[0], "distribute_strategy", None)
-        if self._strategy is not None:
-            _check_replicas(rule, update)
-        settings = settings.with_clip_norm(math.inf, "a loop of somebody else has none")
-        assert isinstance(settings.l2_norm_clip, float)  # compile has asked for it
-        self._rule, self._given_plan = rule, plan
-        self.settings, self.update = settings, update
+        if self._strategy is not None and (rule.why_one_replica or not update.is_plain_sgd):
+            why = rule.why_one_replica or "Keras' other optimizers exchange gradients themselves"
+            what = type(rule).__name__ if rule.why_one_replica else update.name
+            raise UnsupportedRunError(
+                f"Expected plain SGD in a MirroredStrategy, got {what}: {why}. Train in one."
+            )
+        self._rule, self.plan, self.settings = rule, plan, settings
+        clip: Any = settings.with_clip_norm(math.inf, "a loop of somebody else has none")
         noise, self.blocks = settings.noise_multiplier, rule.blocks_of(variables)
         self.step = PrivateStep(
             rule.moves_by(settings, update, variables),
             variables,
-            clip=settings.l2_norm_clip,
+            clip=clip.l2_norm_clip,
             noise_multiplier=1.0 if noise is None else noise,  # which fit is to find
             divisor=rule.divisor if plan is None else plan.batch_size,
             kept=update.slots,
@@ -190,12 +174,6 @@ class Algorithm:
         self._is_resumed = False  # what was declared before the first step is not known
         self.examples_of_record = 1
         self.begin(Declared())
-
-    @property
-    def plan(self) -> BatchPlan:
-        """The batches, of a run that is recorded."""
-        assert self._given_plan is not None
-        return self._given_plan
 
     # The steps
 
@@ -212,17 +190,18 @@ class Algorithm:
 
     def rates(self, count: int) -> list[float]:
         """Returns the learning rates of the next steps; of Keras' own updates 1."""
+        given = self.update.given_rate
         if not self.update.is_plain_sgd:
             return [1.0] * count
-        if _is_schedule(self.given_rate):
-            numbers = int(self.update.iterations.numpy()) + np.arange(count)
-            return [float(rate) for rate in self._of_schedule(tf.constant(numbers, tf.int64))]
-        return [float(self.update.rate()) for _ in range(count)]
+        if not _is_schedule(given):
+            return [float(self.update.rate()) for _ in range(count)]
+        numbers = int(self.update.iterations.numpy()) + np.arange(count)
+        return [float(rate) for rate in self._of_schedule(tf.constant(numbers, tf.int64))]
 
     @functools.cached_property
-    def _of_schedule(self) -> Callable[[tf.Tensor], tf.Tensor]:
+    def _of_schedule(self) -> Any:
         def rate(number: tf.Tensor) -> tf.Tensor:
-            return tf.cast(self.given_rate(number), tf.float32)
+            return tf.cast(self.update.given_rate(number), tf.float32)
 
         return tf.function(
             lambda numbers: tf.map_fn(rate, numbers, fn_output_signature=tf.float32),
@@ -233,12 +212,11 @@ class Algorithm:
         """Takes the weights of the moment for those that a step left."""
         self.last_step, self.left = entry, self.step.values()
 
-    def took(self, entries: Sequence[StepEntry], left: list[tf.Tensor]) -> None:
-        """Notes steps that were taken together, and the values that they left."""
-        if entries:
-            self.last_step = entries[-1]  # first, so that none is taken that does not count
-        self.left = left
-        self.update.count(len(entries))
+    def took(self, entry: StepEntry, count: int, left: Sequence[tf.Tensor]) -> None:
+        """Notes that steps were taken, the last of them, and the values that they left."""
+        self.last_step = entry  # first, so that none is taken that does not count
+        self.left = list(left)
+        self.update.count(count)
 
     @property
     def has_stepped(self) -> bool:
@@ -264,12 +242,21 @@ class Algorithm:
     @property
     def hidden_state(self) -> str:
         """Secret that the algorithm keeps, or the order that is drawn for the whole run."""
-        return self.described.secret or self.plan.why_not_resumable(self.plan.num_batches)
+        plan: Any = self.plan
+        return self.described.secret or plan.why_not_resumable(plan.num_batches)
+
+    def places(self, variables: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
+        """Returns the places of the variables of each block among those that are trained."""
+        places = {id(variable): place for place, variable in enumerate(variables)}
+        return tuple(tuple(places[id(v)] for v in block) for block in self.blocks)
 
     def private_state(self) -> dict[str, Any]:
-        """Returns that order, and what the rule keeps. Secret."""
-        order = self.plan.private_state(self.last_step.steps)
-        return {"order": order, **self.step.rule.private_state()}
+        """Returns the secret order, and what the rule keeps. Secret."""
+        plan: Any = self.plan
+        return {
+            "order": plan.private_state(self.last_step.steps),
+            **self.step.rule.private_state(),
+        }
 
     def resume(self, state: RunState, variables: Sequence[Any]) -> None:
         """Goes on with a run, with new noise; moments are what Keras restored.
@@ -277,13 +264,14 @@ class Algorithm:
         Raises:
             ValueError: The private state is damaged, or the blocks are others.
         """
-        places = {id(variable): place for place, variable in enumerate(variables)}
-        own = tuple(tuple(places[id(v)] for v in block) for block in self.blocks)
-        if own != state.blocks:
+        if (own := self.places(variables)) != state.blocks:
             raise ValueError(
                 f"Expected the blocks of the run so far, trainable variables {state.blocks}, got "
                 f"{own}. Compile as before."
             )
+        plan: Any = self.plan
+        if plan.why_not_resumable(plan.num_batches):
+            plan.load_private_state((state.private or {}).get("order", {}))
         self.step.rule.resume(state.private or {})
         longest = self._declared.longest_gradient  # each was compared with it
         self.stands_at(StepEntry(state.num_steps, state.batch_size, largest_norm=longest))
@@ -292,11 +280,6 @@ class Algorithm:
 
     # What it is
 
-    @property
-    def given_rate(self) -> Any:
-        """Learning rate of the optimizer as it was given."""
-        return self.update.given_rate
-
     def begin(self, declared: Declared) -> None:
         """Takes over what is declared of the loss."""
         self._declared, self.step.norm_bound = declared, declared.longest_gradient
@@ -304,7 +287,6 @@ class Algorithm:
 
     def set_noise(self, noise_multiplier: float) -> None:
         """Sets the noise of all steps, before the first one."""
-        assert not self.has_stepped
         self.step.noise_multiplier = noise_multiplier
         self.begin(self._declared)
 
@@ -318,10 +300,16 @@ class Algorithm:
         self.update.check_options()
         if self.known_loss is not None:
             _refuse_tensor_float_32()
-        if self.settings.projection_radius is not None:
-            check_within(variables, self.settings.projection_radius)
-        if self.settings.prox is not None:
-            self.settings.prox.check_axes([variable.shape for variable in variables])
+        radius, prox = self.settings.projection_radius, self.settings.prox
+        if radius is not None and not (norm := float(joint_norm(variables))) <= radius * (
+            1 + SLACK
+        ):
+            raise UnsupportedRunError(
+                f"Expected initial variables within projection_radius = {radius:g} of 0, got norm "
+                f"{norm:g}. Initialise smaller, or raise the radius."
+            )
+        if prox is not None:
+            prox.check_axes([variable.shape for variable in variables])
 
     @property
     def known_loss(self) -> LossGeometry | None:
@@ -330,7 +318,8 @@ class Algorithm:
 
     def new_run(self, declared: Declared) -> Run:
         """Returns the empty record of a run."""
-        return self._rule.described(self, declared).new_run(self.plan.fields)
+        plan: Any = self.plan
+        return self._rule.described(self, declared).new_run(plan.fields)
 
     def step_of(self, entry: StepEntry) -> Step:
         """Returns what a step says to the run; UnsupportedRunError if it is none of such a run."""
@@ -341,19 +330,6 @@ class Algorithm:
             rows=entry.rows,
             largest_norm=entry.largest_norm,
         )
-
-    def event_ahead(self, declared: Declared, *ahead: Any) -> Any:
-        """Returns the event of a run that is still to be made, with a noise multiplier of 1."""
-        self.set_noise(1.0)
-        run = self.with_steps_ahead(self.new_run(declared), *ahead)
-        event = run.event()
-        if run.release_steps[:-1] and isinstance(event, BlockCoordinateDpEvent):
-            raise UnsupportedRunError(
-                f"Expected no released epochs with target_epsilon, got {self.kind} with "
-                "ModelCheckpoint or EarlyStopping: its event does not know them, so that noise "
-                "would be found for hidden ones. Give noise_multiplier, or leave the callback out."
-            )
-        return event
 
     def with_steps_ahead(
         self, run: Run, steps: int, period: int, releases: tuple[bool, bool]
@@ -366,26 +342,22 @@ class Algorithm:
             period: Number of steps of an epoch.
             releases: True if a file is seen after every epoch, and after every step.
         """
-        first, plan = run.num_steps, self.plan
-        is_function = callable(self.given_rate) and not _is_schedule(self.given_rate)
-        if is_function and self.known_loss is not None:
+        plan, first, given = self.plan, run.num_steps, self.update.given_rate
+        if callable(given) and not _is_schedule(given) and self.known_loss is not None:
             raise UnsupportedRunError(
                 "Expected a number or a schedule of Keras as learning rate with target_epsilon, "
                 "EarlyStopping or save_best_only, got a function: epsilon depends on the rates of "
                 "all steps. Use tf.keras.optimizers.schedules."
             )
-        rates = self.rates(steps - first)
+        assert plan is not None
         rows = min(plan.batch_size, plan.max_batch_size or plan.batch_size)
-
-        def step(number: int) -> Step:
-            entry = StepEntry(rows=rows, learning_rate=rates[number - first])
-            return attrs.evolve(self.step_of(entry), batch=number % plan.num_batches)
-
-        for number in range(first, steps + 1):
+        rates = [*self.rates(steps - first), None]
+        for number, rate in zip(range(first, steps + 1), rates, strict=True):
             if releases[1] or (releases[0] and number % period == 0):
                 run.release()
-            if number < steps:
-                run.add(step(number))
+            if rate is not None:
+                step = self.step_of(StepEntry(rows=rows, learning_rate=rate))
+                run.add(attrs.evolve(step, batch=number % plan.num_batches))
         return run
 
     # What is said of it
@@ -395,72 +367,46 @@ class Algorithm:
         is_drop_in = hasattr(self.update.optimizer, "plain_update")
         if self.known_loss is None and not is_drop_in:  # composition is what was asked for
             return ""
-        return self.described.line_before(self.plan.fields, relation, float(self.update.rate()))
+        plan: Any = self.plan
+        return self.described.line_before(plan.fields, relation, float(self.update.rate()))
 
     def in_advance(self, run: Run) -> list[Assumption]:
         """Returns the number of steps that was asked for, and the rates that nobody changes."""
-        total = None if self._is_resumed else self.settings.num_steps
-        steps, given = steps_in_advance(run.num_steps, total), self.given_rate
-        if self.settings.num_steps is None and self.asked_for == run.num_steps:
+        total, given = self.settings.num_steps, self.update.given_rate
+        steps = steps_in_advance(run.num_steps, None if self._is_resumed else total)
+        if total is None and self.asked_for == run.num_steps:
             steps = Assumption.checked(
                 f"all of the {run.num_steps} steps that the only call of fit was asked for"
             )
         rates = ""
         if not self.update.is_plain_sgd:
             rates = f"rates of {self.update.name}, which change no figure"
-        elif callable(given) and not declared_rates(given, 0.0):
+        elif callable(given) and not _declared_rates(given, 0.0):
             rates = f"learning rate of every step that of the compiled {type(given).__name__}"
         return list(fixed_in_advance(run, steps, rates))
 
-    def told(self, statement: Statement) -> str:
-        """Returns the statement of a run; of another rule than plain SGD it says which."""
-        text = statement.lines()
-        if not self.described.hides_iterates or self.update.is_plain_sgd:
-            return text
-        return (
-            f"Update rule: {self.update.name} along the noisy gradients. No bound on hidden "
-            "iterates knows it:\nevery step counts, and a learning rate of 1 stands for it.\n\n"
-            f"{text}"
-        )
-
     def declared(self, event: Any) -> list[str]:
         """Returns where the learning rates come from; of foreign optimizers, what they see."""
-        kind, texts = type(self.update.optimizer), []
+        optimizer, texts = self.update.optimizer, []
         if self.described.hides_iterates:
-            texts = declared_rates(self.given_rate, getattr(event, "learning_rate", 0.0))
-        if not kind.__module__.startswith("hidden_state_adapters.") and not keras_api.is_of_keras(
-            self.update.optimizer
-        ):
-            texts.append(f"of the examples {kind.__name__} sees only the noisy gradients")
+            texts = _declared_rates(self.update.given_rate, getattr(event, "learning_rate", 0.0))
+        is_own = type(optimizer).__module__.startswith("hidden_state_adapters.")
+        if not is_own and not keras_api.is_of_keras(optimizer):
+            kind = type(optimizer).__name__
+            texts.append(f"of the examples {kind} sees only the noisy gradients")
         return texts
 
 
-def _check_replicas(rule: UpdateRule, update: Update) -> None:
-    if rule.why_one_replica:
-        raise UnsupportedRunError(
-            f"Expected no distribution strategy with {type(rule).__name__}, got a "
-            f"MirroredStrategy: {rule.why_one_replica}. Train in one."
-        )
-    if not update.is_plain_sgd:
-        raise UnsupportedRunError(
-            f"Expected plain SGD in a MirroredStrategy, got {update.name}: Keras' other "
-            "optimizers exchange gradients themselves, in every replica. Use "
-            "tf.keras.optimizers.SGD(learning_rate, weight_decay=...), or no strategy."
-        )
-
-
 def as_meant(rate: float) -> float:
-    """The shortest decimal that is the same float32, if it is one: Keras keeps rates in float32."""
+    """Returns the shortest decimal that is the same float32: Keras keeps rates in float32."""
     single = np.float32(rate)
     return float(str(single)) if float(single) == rate else rate
 
 
-def declared_rates(given: Any, recorded: float | Schedule) -> list[str]:
+def _declared_rates(given: Any, recorded: float | Schedule) -> list[str]:
     """Returns what is declared about learning rates that are no number and no schedule of Keras."""
-    if _is_schedule(given):
-        if keras_api.is_of_keras(given):
-            return []
-    elif not callable(given) and not isinstance(recorded, Schedule):
+    is_number = not callable(given) and not isinstance(recorded, Schedule)
+    if is_number or (_is_schedule(given) and keras_api.is_of_keras(given)):
         return []
     return [
         "the learning rates that were set or computed during the run depend neither on the "
@@ -490,14 +436,11 @@ def _refuse_tensor_float_32() -> None:
 
 def plain_rule(rule: UpdateRule, model: Any) -> dict[str, Any]:
     """Returns what a file tells of a rule; empty for that of the optimizer alone."""
-    if type(rule) is UpdateRule:
+    kind = type(rule)
+    if kind is UpdateRule:
         return {}
-    kind, config = type(rule), rule.with_places(model).get_config()
-    return {
-        "module": kind.__module__,
-        "name": tf.keras.utils.get_registered_name(kind),
-        "config": config,
-    }
+    name, config = tf.keras.utils.get_registered_name(kind), rule.with_places(model).get_config()
+    return {"module": kind.__module__, "name": name, "config": config}
 
 
 def rule_of(plain: Mapping[str, Any], optimizer: Any) -> Any:
@@ -506,15 +449,8 @@ def rule_of(plain: Mapping[str, Any], optimizer: Any) -> Any:
         return optimizer
     if plain["module"].startswith("hidden_state_adapters."):  # whose modules are loaded lazily
         importlib.import_module(plain["module"])
-    kind = tf.keras.utils.get_registered_object(plain["name"])
-    if kind is None:
-        raise UnsupportedRunError(
-            f"Expected the class {plain['name']}, which the model was compiled with, got none of "
-            "this name. Decorate it with tf.keras.utils.register_keras_serializable, and import it "
-            "before the model is loaded."
-        )
     # Not Keras' way back: it has another one for each format of files.
-    rule = kind.from_config(plain["config"])
+    rule = tf.keras.utils.get_registered_object(plain["name"]).from_config(plain["config"])
     rule.optimizer = optimizer
     return rule
 
@@ -530,10 +466,23 @@ def rule_and_settings(optimizer: Any, given: Settings) -> tuple[UpdateRule, Sett
         rule, told = optimizer.for_model()
         return rule, given.joined_by(type(optimizer).__name__, told)
     rule = optimizer if isinstance(optimizer, UpdateRule) else UpdateRule(optimizer)
-    refuse_noise(rule.optimizer)
+    _refuse_noise(rule.optimizer)
     if given.l2_norm_clip is None:
         raise ValueError(
             "Expected l2_norm_clip of the model, got none. Give it to the model, or compile with "
             "an optimizer that has it, such as CyclicDPKerasSGDOptimizer."
         )
     return rule, given
+
+
+def _refuse_noise(optimizer: Any) -> None:
+    """Raises UnsupportedRunError if an optimizer would clip and add noise a second time."""
+    kinds = type(optimizer).__mro__
+    is_theirs = any(kind.__module__.startswith("tensorflow_privacy.") for kind in kinds)
+    if is_theirs or hasattr(optimizer, "for_model") or hasattr(optimizer, "_dp_sum_query"):
+        raise UnsupportedRunError(
+            f"Expected an optimizer without noise in compile, got {type(optimizer).__name__}: the "
+            "model adds it, and noise would be added twice. Pass "
+            "tf.keras.optimizers.SGD(...), or CyclicDPKerasSGDOptimizer(...) alone, which leaves "
+            "it to the model."
+        )

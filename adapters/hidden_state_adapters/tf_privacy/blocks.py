@@ -13,54 +13,47 @@ from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, Blocks, UpdateRule, as_meant
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
-from hidden_state_adapters.tf_privacy.step import Update, check_variables
+from hidden_state_adapters.tf_privacy.step import Update
+from hidden_state_adapters.tf_privacy.trained_part import check_variables
 
 
 def blocks_of(given: Any, trained: Sequence[Any] = ()) -> Blocks:
     """Returns the blocks of lists of variables or their places, of one list, or a function."""
     items = given() if callable(given) else given
-    if items is None:
-        items = list(trained)
-    items = list(items) if isinstance(items, list | tuple) else [items]
+    items = list(
+        trained if items is None else items if isinstance(items, list | tuple) else [items]
+    )
     nested = [isinstance(item, list | tuple) for item in items]
     if any(nested) and not all(nested):
         raise UnsupportedRunError(
             "Expected a list of variables or a list of such lists, got both in one list."
         )
-    blocks = items if any(nested) else [items]
 
     def variable(item: Any) -> Any:
         if isinstance(item, int) and 0 <= item < len(trained):
             return trained[item]
         return keras_api.tensor_of(item)
 
-    return tuple(tuple(map(variable, block)) for block in blocks)
-
-
-def places_of(blocks: Blocks, trained: Sequence[Any]) -> list[list[int]]:
-    """Returns the places of the variables of blocks among those that are trained."""
-    check_blocks(blocks, trained)
-    places = {variable.ref(): place for place, variable in enumerate(trained)}
-    return [[places[variable.ref()] for variable in block] for block in blocks]
+    return tuple(tuple(map(variable, block)) for block in (items if any(nested) else [items]))
 
 
 def check_blocks(blocks: Blocks, trained: Sequence[Any]) -> None:
     """Raises UnsupportedRunError unless each trained variable is in one of the blocks, once."""
-    others = [item for block in blocks for item in block if not isinstance(item, tf.Variable)]
-    if others:
-        raise UnsupportedRunError(
-            f"Expected blocks of variables, got {others[0]!r}. Pass layer.trainable_variables of "
-            "one layer, or of several, for each block."
-        )
-    seen = [variable.ref() for block in blocks for variable in block]
+    own = [variable for block in blocks for variable in block]
+    for item in own:
+        if not isinstance(item, tf.Variable):
+            raise UnsupportedRunError(
+                f"Expected blocks of variables, got {item!r}. Pass layer.trainable_variables of "
+                "one layer, or of several, for each block."
+            )
+    seen = [variable.ref() for variable in own]
     if not blocks or not all(blocks) or len(set(seen)) < len(seen):
         raise UnsupportedRunError(
             "Expected blocks that have variables, each variable in one block, got "
             f"{[[variable.name for variable in block] for block in blocks]}."
         )
-    own = [variable for block in blocks for variable in block]
     check_variables(own)
-    given, own_refs = ({variable.ref() for variable in part} for part in (trained, own))
+    given, own_refs = {variable.ref() for variable in trained}, set(seen)
     if given != own_refs:
         outside = [variable.deref().name for variable in given ^ own_refs]
         raise UnsupportedRunError(
@@ -125,8 +118,7 @@ class BlockCoordinateUpdate(UpdateRule):
         if settings.projection_radius is not None:
             raise UnsupportedRunError(
                 "Expected projection_radius = None with BlockCoordinateUpdate, got "
-                f"{settings.projection_radius}: there is none in the "
-                "algorithm. Use prox=Regulariser(l2=...)."
+                f"{settings.projection_radius}: there is none in the algorithm. Leave it out."
             )
         if not update.is_plain_sgd or update.weight_decay or callable(update.given_rate):
             what = update.name if not update.is_plain_sgd else "a weight_decay or a schedule"
@@ -154,12 +146,14 @@ class BlockCoordinateUpdate(UpdateRule):
         )
 
     def with_places(self, model: Any) -> BlockCoordinateUpdate:
-        """Returns one with the places of the variables of each block."""
+        """See `UpdateRule.with_places`."""
         if self.blocks is None:
             return self
         trained = keras_api.trained(model)
-        return BlockCoordinateUpdate(None, places_of(blocks_of(self.blocks, trained), trained))
+        places = {variable.ref(): place for place, variable in enumerate(trained)}
+        blocks = self.blocks_of(trained)
+        return BlockCoordinateUpdate(None, [[places[v.ref()] for v in block] for block in blocks])
 
     def get_config(self) -> dict[str, Any]:
-        """The blocks, as lists of places."""
+        """See `UpdateRule.get_config`."""
         return {"blocks": self.blocks}

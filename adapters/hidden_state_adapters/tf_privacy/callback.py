@@ -22,9 +22,9 @@ from hidden_state_adapters.tf_privacy.record import (
     INTERRUPTED,
     RecordedRun,
 )
-from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.report import PrivacyReport
 from hidden_state_adapters.tf_privacy.settings import Declared
+from hidden_state_adapters.tf_privacy.trained_part import refuse_surroundings
 
 
 class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):

@@ -76,10 +76,8 @@ class DiceRule(PlainSGD):
         super().__init__()
         self._inner, self._clip, self._automatic = inner, error_clip, automatic
         with tf.init_scope():
-            self._errors = [
-                tf.Variable(tf.zeros(v.shape, v.dtype.base_dtype), trainable=False)
-                for v in variables
-            ]
+            zeros = [tf.zeros(v.shape, v.dtype.base_dtype) for v in variables]
+            self._errors = [tf.Variable(zero, trainable=False) for zero in zeros]
         self._next: list[Any] = []
 
     def __repr__(self) -> str:
@@ -118,37 +116,21 @@ class DiceRule(PlainSGD):
 
     def private_state(self) -> dict[str, Any]:
         """Returns the error as plain types that restore it. Secret."""
-        values = [np.ascontiguousarray(error.numpy()) for error in self._errors]
-        return {
-            "error": [
-                {
-                    "dtype": value.dtype.str,
-                    "shape": list(value.shape),
-                    "values": base64.b64encode(value.tobytes()).decode(),
-                }
-                for value in values
-            ]
-        }
+        parts = [tf.io.serialize_tensor(error).numpy() for error in self._errors]
+        return {"error": [base64.b64encode(part).decode() for part in parts]}
 
     def resume(self, private: Mapping[str, Any]) -> None:
         """See `PlainSGD.resume`; nothing is changed if the error is of other variables."""
-        errors = [_array(part) for part in private.get("error", ())]
-        expected = [(tuple(v.shape), v.dtype.as_numpy_dtype) for v in self._errors]
-        found = [(error.shape, error.dtype.type) for error in errors]
-        if found != expected:
-            raise ValueError(f"Expected an error like the variables, {expected}, got {found}.")
-        if not all(np.isfinite(error).all() for error in errors):
-            raise ValueError("The private state is damaged: the error is not finite.")
-        for variable, error in zip(self._errors, errors, strict=True):
-            variable.assign(error)
-
-
-def _array(part: Mapping[str, Any]) -> np.ndarray:
-    try:
-        values = np.frombuffer(base64.b64decode(part["values"]), np.dtype(part["dtype"]))
-        return values.reshape(part["shape"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"The private state is damaged: {error}") from error
+        try:
+            given = [base64.b64decode(part) for part in private["error"]]
+            errors = [
+                tf.ensure_shape(tf.io.parse_tensor(part, error.dtype), error.shape)
+                for part, error in zip(given, self._errors, strict=True)
+            ]
+        except (KeyError, TypeError, ValueError, tf.errors.InvalidArgumentError) as error:
+            raise ValueError(f"The private state is damaged, or of others: {error}") from error
+        for variable, value in zip(self._errors, errors, strict=True):
+            variable.assign(value)
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -219,24 +201,22 @@ class DiceUpdate(UpdateRule):
         return rule
 
     def get_config(self) -> dict[str, Any]:
-        """The arguments but the optimizer, as plain types."""
-        bound = self.gradient_bound
+        """See `UpdateRule.get_config`."""
         return {
             "error_l2_norm_clip": self.error_l2_norm_clip,
             "automatic": self.automatic,
-            "gradient_bound": None if math.isinf(bound) else bound,
+            "gradient_bound": None if math.isinf(self.gradient_bound) else self.gradient_bound,
             "expected_batch_size": self.divisor,
         }
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DiceUpdate:
-        """Inverse of `get_config`."""
-        bound = config["gradient_bound"]
-        given = {**config, "gradient_bound": math.inf if bound is None else bound}
+        """See `UpdateRule.from_config`."""
+        given = {**config, "gradient_bound": config["gradient_bound"] or math.inf}
         return cls.of_optimizer(None, **given)
 
     def declared(self, settings: Settings) -> Declared:
-        """Returns what is declared of the loss, and the bound on its gradients."""
+        """See `UpdateRule.declared`."""
         return attrs.evolve(settings.declared, gradient_bound=self.gradient_bound)
 
     def check(self, settings: Settings, update: Update, plan: BatchPlan | None) -> None:
@@ -255,8 +235,7 @@ class DiceUpdate(UpdateRule):
 
     def moves_by(self, settings: Settings, update: Update, variables: Sequence[Any]) -> DiceRule:
         """See `UpdateRule.moves_by`."""
-        clip = self.error_l2_norm_clip or settings.l2_norm_clip
-        assert isinstance(clip, float)
+        clip: Any = self.error_l2_norm_clip or settings.l2_norm_clip
         return DiceRule(update.rule(), variables, error_clip=clip, automatic=self.automatic)
 
     def described(self, steps: Algorithm, declared: Declared) -> DiceSGD:

@@ -15,15 +15,16 @@ import attrs
 import numpy as np
 import tensorflow as tf
 
-from hidden_state_accountants import Assumption, LossGeometry, UnsupportedRunError
+from hidden_state_accountants import LossGeometry, UnsupportedRunError
 from hidden_state_accountants.runs.run import SLACK
 from hidden_state_adapters.public_numbers import warn_of_longest
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import (
     ExampleGradients,
-    Product,
     at_least,
+    linear_part,
     of_products,
+    takes_examples_alone,
 )
 from hidden_state_adapters.tf_privacy.losses import (
     DECLARE,
@@ -33,7 +34,6 @@ from hidden_state_adapters.tf_privacy.losses import (
     is_squared_error,
     known_loss,
 )
-from hidden_state_adapters.tf_privacy.rowwise import takes_examples_alone
 from hidden_state_adapters.tf_privacy.settings import Declared
 
 _SINGLY = (
@@ -50,6 +50,14 @@ _MADE_TWICE = (
     "twice, the second time in other batches, drawn at random, and a few also alone and beside "
     "longer ones, with the same result"
 )
+_WHERE_HIDDEN = (
+    "hidden iterates are accounted for one trained Dense layer on fixed features, with a loss of "
+    "known constants. Other models, deep networks among them, gain nothing"
+)
+_NO_NORM = (
+    "feature_norm=, a bound on the L2 norm of every example's features at the last layer, was not "
+    "given: with it the loss is known, and the iterates before the last one are hidden"
+)
 _BLOCK = 256  # examples of a pass
 _LONGER = 1000.0  # examples beside others, in a pass that the data do not have
 _ALONE = 16  # examples whose features are made once more, by themselves
@@ -65,39 +73,18 @@ class Head:
     """A `Dense` layer that is all there is to train in a model, and the last thing in it."""
 
     def __init__(self, model: Any):
-        trained = {variable.ref() for variable in keras_api.trained(model)}
-        heads = [
-            layer
-            for layer in model._flatten_layers()
-            if keras_api.is_plain_dense(layer)
-            and trained == {variable.ref() for variable in keras_api.trained(layer)}
-        ]
+        trained = {id(variable): variable.name for variable in keras_api.trained(model)}
+        plain = filter(keras_api.is_plain_dense, model._flatten_layers())
+        heads = [one for one in plain if set(trained) == set(map(id, keras_api.trained(one)))]
         if len(heads) != 1:
-            names = ", ".join(sorted(variable.name for variable in keras_api.trained(model)))
             raise UnsupportedRunError(
-                "feature_norm= needs a model in which one Dense layer is "
-                "trained and the rest is frozen (layer.trainable = False), got trainable variables "
-                f"{names}. {LEAVE_OUT}"
+                "Expected a model in which one Dense layer is trained, and the rest frozen "
+                "(layer.trainable = False), with feature_norm=, got trainable variables "
+                f"{', '.join(sorted(trained.values()))}. {LEAVE_OUT}"
             )
         self._model, self.layer = model, heads[0]
-
-    @property
-    def has_bias(self) -> bool:
-        """True if a bias is trained as well."""
-        return bool(self.layer.use_bias)
-
-    @property
-    def outputs(self) -> int:
-        """Number of predictions of an example."""
-        return int(self.layer.units)
-
-    @property
-    def activation(self) -> str:
-        """Name of what follows the linear predictions."""
         own = self.layer.activation
-        return _ACTIVATIONS.get(own) or str(getattr(own, "__name__", repr(own)))
-
-    # Features
+        self.activation = _ACTIVATIONS.get(own) or str(getattr(own, "__name__", repr(own)))
 
     def features(self, x: Any) -> tf.Tensor:
         """Returns the features of every example at the layer, shape (examples, entries).
@@ -108,17 +95,17 @@ class Head:
         """
         number = int(tf.nest.flatten(x)[0].shape[0])
 
-        def of(first: int, last: int, *, training: bool = False) -> tf.Tensor:
-            rows = tf.nest.map_structure(lambda part: part[first:last], x)
+        def of(first: int, *, training: bool = False) -> tf.Tensor:
+            rows = tf.nest.map_structure(lambda part: part[first : first + _BLOCK], x)
             return self._pass(rows, training=training)
 
-        blocks = [of(first, first + _BLOCK) for first in range(0, number, _BLOCK)]
+        blocks = [of(first) for first in range(0, number, _BLOCK)]
         found = blocks[0] if len(blocks) == 1 else tf.concat(blocks, 0)
-        if not _are_close(of(0, _BLOCK, training=True), blocks[0]):
+        if not _are_close(of(0, training=True), blocks[0]):
             raise UnsupportedRunError(
                 "Expected features that are a fixed map of the examples, got other ones in "
                 "training mode (Dropout or noise before the head?): their norm is not known. Call "
-                f"these layers with training=False, or leave them out. {DECLARE}"
+                f"these layers with training=False. {LEAVE_OUT}"
             )
         if not takes_examples_alone(self._model, x):
             self._check_alone(x, found)
@@ -165,21 +152,13 @@ class Head:
             del vars(self.layer)["call"]
         # Keras 2 also calls the layers of a Sequential model on symbols, for other numbers of rows.
         known = [call for call in calls if hasattr(call[0], "numpy")]
-        if len(known) > 1 or not calls or (known and known[0][1] is not output):
+        if len(known) != 1 or known[0][1] is not output or known[0][0].ndim != 2:
             raise UnsupportedRunError(
-                f"Expected the output of the model to be that of {self.layer.name}, got something "
-                f"else after {len(known)} calls of the layer: the loss is then not the one of a "
-                f"linear prediction. End the model with this layer. {LEAVE_OUT}"
+                f"Expected the output of the model to be that of {self.layer.name} on features of "
+                f"shape (examples, entries), got something else after {len(known)} calls of the "
+                f"layer. End the model with it, outside of a tf.function. {LEAVE_OUT}"
             )
-        features = (known or calls)[0][0]
-        if not known or features.ndim != 2:
-            raise UnsupportedRunError(
-                f"Expected features of shape (examples, entries) at {self.layer.name}, got "
-                f"{features!r:.80}: several rows of an example are not one linear prediction, and "
-                "the features of a model whose call is a tf.function cannot be measured. Flatten "
-                f"them, or leave tf.function to the loop. {DECLARE}"
-            )
-        return tf.cast(features, self.layer.kernel.dtype)
+        return tf.cast(known[0][0], self.layer.kernel.dtype)
 
 
 @attrs.frozen(eq=False)
@@ -187,14 +166,14 @@ class HeadRun:
     """Gradients of a head, from features and the slopes of the loss.
 
     Attributes:
-        head: Layer that is trained.
+        layer: Layer that is trained.
         features: Features of all examples, shape (examples, entries).
         targets: Targets of all examples, as `evaluate` wants them.
         evaluate: Function that gives losses and their slopes by the linear predictions.
         variables: Variables that the gradients are of.
     """
 
-    head: Head
+    layer: Any
     features: tf.Tensor
     targets: Any
     evaluate: Evaluate
@@ -207,14 +186,10 @@ class HeadRun:
 
     def gradients(self, inputs: tuple[Any, Any], targets: Any) -> ExampleGradients:
         """Returns those of a batch of `inputs`."""
-        layer, (features, lengths) = self.head.layer, inputs
-        linear = tf.matmul(features, keras_api.tensor_of(layer.kernel))
-        if layer.use_bias:
-            linear = tf.nn.bias_add(linear, keras_api.tensor_of(layer.bias))
+        linear = linear_part(self.layer, inputs[0])
         losses, slopes = self.evaluate(targets, linear)
-        outputs = linear if layer.activation is None else layer.activation(linear)
-        product = Product(layer, features, lengths, slopes)
-        return of_products([product], outputs, losses, self.variables)
+        outputs = linear if self.layer.activation is None else self.layer.activation(linear)
+        return of_products([(self.layer, *inputs, slopes)], outputs, losses, self.variables)
 
 
 @attrs.frozen
@@ -223,14 +198,14 @@ class Known:
 
     Attributes:
         declared: Declarations that the run is accounted with.
-        head: Inputs of its steps, if a bound on the features was given.
-        checked: Assumptions that were checked.
+        head: Inputs of its steps, if the loss is known.
+        checked: Assumption about the gradients that was checked.
         why_not: Reason why the loss is not known, in words; "" if it is, or was declared.
     """
 
     declared: Declared
-    head: HeadRun | None
-    checked: list[Assumption]
+    head: HeadRun | None = None
+    checked: str = _SINGLY
     why_not: str = ""
 
 
@@ -244,74 +219,56 @@ def look_at(
     given, norm, keras_loss = declared.of_loss, declared.feature_norm, losses.keras_loss
     is_of_use &= given is None and math.isinf(declared.gradient_bound)
     if norm is None:
-        if given is not None:
-            _check_without_norm(given, keras_loss, model, x)
-        why_not = _without_norm(model, losses, y) if is_of_use else ""
-        return Known(declared, None, [Assumption.checked(_SINGLY)], why_not)
+        _check_squared_error(given, keras_loss, model, x)
+        return Known(declared, why_not=_without_norm(model, losses, y) if is_of_use else "")
     if tf.nest.is_nested(y):
         raise UnsupportedRunError("Expected one array of targets beside feature_norm, got several.")
     head = Head(model)
     features = head.features(x)
-    check_norms(features, norm)
+    _check_norms(features, norm)
+    _check_smoothness(given, keras_loss, head, features)
+    if not declared.is_automatic and not is_of_use:
+        return Known(declared)
+    try:
+        loss = known_loss(losses, head.activation, head.layer.units, y.numpy())
+    except UnsupportedRunError as error:
+        if declared.is_automatic:
+            raise
+        return Known(declared, why_not=str(error).removesuffix(DECLARE).strip(" ."))
+    known = attrs.evolve(
+        declared,
+        loss_geometry=loss.geometry(norm, bool(head.layer.use_bias)),
+        source=f"that of {loss.name} and one linear layer on features of norm at most {norm:g}, "
+        "which every example of the data set has",
+    )
     how = _BY_STRUCTURE if takes_examples_alone(model, x) else _MADE_TWICE
-    checked = [Assumption.checked(f"{_IN_CLOSED_FORM}, {how}")]
-    why_not = ""
-    if declared.is_automatic or is_of_use:
-        try:
-            loss = known_loss(losses, head.activation, head.outputs, y.numpy())
-        except UnsupportedRunError as error:
-            if declared.is_automatic:
-                raise
-            why_not = str(error).removesuffix(DECLARE).strip(" .")
-        else:
-            known = attrs.evolve(
-                declared,
-                loss_geometry=loss.geometry(norm, head.has_bias),
-                source=f"that of {loss.name} and one linear layer on features of norm at most "
-                f"{norm:g}, which every example of the data set has",
-            )
-            return Known(known, HeadRun(head, features, loss.targets, loss.evaluate), checked)
-    if given is not None:
-        check_smoothness(given, keras_loss, head, features)
-
-    def evaluate(targets: Any, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        values, (slopes,) = losses.with_slopes(targets, (predictions,), head.layer.activation)
-        return values, slopes
-
-    return Known(declared, HeadRun(head, features, y, evaluate), checked, why_not)
+    run = HeadRun(head.layer, features, loss.targets, loss.evaluate)
+    return Known(known, run, f"{_IN_CLOSED_FORM}, {how}")
 
 
 def _without_norm(model: Any, losses: RowLosses, y: Any) -> str:
     """Returns why nothing is known of a loss where no bound on the features was given."""
     try:
         head = Head(model)
-        known_loss(losses, head.activation, head.outputs, y.numpy())
+        known_loss(losses, head.activation, head.layer.units, y.numpy())
     except (UnsupportedRunError, AttributeError):  # several arrays of targets
-        return (
-            "hidden iterates are accounted for one trained Dense layer on fixed features, with a "
-            "loss of known constants. Other models, deep networks among them, gain nothing"
-        )
-    return (
-        "feature_norm=, a bound on the L2 norm of every example's features at the last layer, was "
-        "not given: with it the loss is known, and the iterates before the last one are hidden"
-    )
+        return _WHERE_HIDDEN
+    return _NO_NORM
 
 
-def _check_without_norm(given: LossGeometry, keras_loss: Any, model: Any, x: Any) -> None:
-    """Checks a declared geometry where there is no bound on the features."""
+def _check_squared_error(given: LossGeometry | None, keras_loss: Any, model: Any, x: Any) -> None:
+    """Checks a declared geometry of the squared error of a linear layer, if it is one."""
+    if given is None or not is_squared_error(keras_loss):
+        return
     try:
         head = Head(model)
+        features = head.features(x)
     except UnsupportedRunError:
         return  # nothing is known of such a model
-    if is_squared_error(keras_loss):
-        try:
-            features = head.features(x)
-        except UnsupportedRunError:
-            return
-        check_smoothness(given, keras_loss, head, features)
+    _check_smoothness(given, keras_loss, head, features)
 
 
-def check_norms(features: tf.Tensor, feature_norm: float) -> None:
+def _check_norms(features: tf.Tensor, feature_norm: float) -> None:
     """Raises UnsupportedRunError, which names the example, for features longer than their bound."""
     norms = np.linalg.norm(features.numpy().astype(np.float64), axis=1)
     warn_of_longest(norms, feature_norm)
@@ -320,28 +277,27 @@ def check_norms(features: tf.Tensor, feature_norm: float) -> None:
         raise UnsupportedRunError(
             f"Expected features of norm at most feature_norm = {feature_norm:.8g} at the "
             f"linear layer, got {norms[worst]:.8g} for example {worst} of the data "
-            "set. Scale every example down to the declared norm by itself, or declare a "
-            "larger one that was not read off the data."
+            "set. Scale every example down to the declared norm by itself."
         )
 
 
-def check_smoothness(
-    declared: LossGeometry, keras_loss: Any, head: Head, features: tf.Tensor
+def _check_smoothness(
+    declared: LossGeometry | None, keras_loss: Any, head: Head, features: tf.Tensor
 ) -> None:
     """Raises UnsupportedRunError if the squared error of the data exceeds a declared smoothness.
 
     No gradient shows it: the squared error has no Lipschitz constant that steps are compared with.
     """
-    if not is_squared_error(keras_loss) or head.activation != "linear" or declared.exponent != 1:
+    is_squared = is_squared_error(keras_loss) and head.activation == "linear"
+    if declared is None or not is_squared or declared.exponent != 1:
         return
     square = float(tf.reduce_max(tf.reduce_sum(tf.square(tf.cast(features, tf.float64)), 1)))
-    smoothness = 2 * (square + head.has_bias) / head.outputs
+    smoothness = 2 * (square + bool(head.layer.use_bias)) / head.layer.units
     if not smoothness <= declared.smoothness * (1 + 2 * SLACK):
         raise UnsupportedRunError(
             f"Expected loss_geometry with smoothness >= {smoothness:.6g}, the curvature of Keras' "
             f"MeanSquaredError at the longest features of the data, got {declared.smoothness:.6g}. "
-            "Keras' loss has no factor 1/2: LossGeometry.squared_error(feature_norm, scale=2), or "
-            "better no loss_geometry, but feature_norm=."
+            "Keras' loss has no factor 1/2: leave loss_geometry out, and pass feature_norm=."
         )
 
 

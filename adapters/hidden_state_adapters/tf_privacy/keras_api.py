@@ -141,7 +141,7 @@ def models_of(model: Any) -> list[Any]:
 def computes_otherwise(layer: Any) -> bool:
     """Returns whether a layer of Keras 3 rounds the variables that it trains, or replaces them.
 
-    Keras 2 says so of every single variable (`step.check_variables`).
+    Keras 2 says so of every single variable (`trained_part.check_variables`).
     """
     if not IS_KERAS_3 or not (layer._trainable_variables and layer.trainable):
         return False

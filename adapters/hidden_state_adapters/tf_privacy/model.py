@@ -182,8 +182,8 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
             class_weight: Factors of the losses, by class: numbers that are public, and do not come
                 from how often a class occurs. As in Keras, batches are divided by their size.
             sample_weight: Factors of the losses, shape (examples,). That each depends on its
-                example only is declared by you. With a `loss_geometry` the model needs a
-                `weight_bound`. None if they come with x.
+                example only is declared by you. Where the loss is known they are refused. None
+                if they come with x.
             initial_epoch: Number of the first epoch.
             steps_per_epoch: Number of steps, any of Poisson batches and of those without
                 replacement; of a generator its batches.
@@ -215,7 +215,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
             raise ValueError("Expected a compiled model, got one that is not. Call compile.")
         self._check_own_step()
         _check_fit(validation_split, shuffle, self._settings)
-        weights = GivenWeights(class_weight, sample_weight, self._settings.weight_bound)
+        weights = GivenWeights(class_weight, sample_weight)
         run = self._run_on(Given(x, y, batch_size, steps_per_epoch, weights))
         target = run.target(target_epsilon, target_delta)
         others = _as_list(callbacks)
@@ -456,9 +456,6 @@ class HiddenStateModel(PrivateTraining):
             the report names; ``"auto"`` refuses these. A LossGeometry is declared by you.
         feature_norm: B, a bound on the L2 norm of every example's features at the linear layer;
             needed for a known loss. All examples are measured before the first step.
-        weight_bound: The largest `sample_weight` that an example could have, a public number; for
-            runs whose loss is known. Constants of the loss are multiplied by it, and by the largest
-            class_weight.
         neighboring_relation: REPLACE_SPECIAL (an example is replaced by one with zero gradient),
             REPLACE_ONE, or for composition of Poisson batches with a `sampling_rate`
             ADD_OR_REMOVE_ONE.

@@ -29,14 +29,13 @@ from hidden_state_adapters.tf_privacy.lineage import (
     plain_runs,
     remember,
 )
-from hidden_state_adapters.tf_privacy.replicas import refuse_surroundings
 from hidden_state_adapters.tf_privacy.settings import Settings, check_scale
 from hidden_state_adapters.tf_privacy.step import (
     NOT_FINITE,
     TOO_LONG,
     StepEntry,
-    check_variables,
 )
+from hidden_state_adapters.tf_privacy.trained_part import check_variables, refuse_surroundings
 
 legacy: Any = tf.keras.optimizers.legacy
 _Schedule = tf.keras.optimizers.schedules.LearningRateSchedule

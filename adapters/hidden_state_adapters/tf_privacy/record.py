@@ -10,11 +10,7 @@ from typing import Any, NoReturn
 import attrs
 from dp_accounting import DpEvent, NeighboringRelation
 
-from hidden_state_accountants import (
-    Assumption,
-    Guarantee,
-    UnsupportedRunError,
-)
+from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError
 from hidden_state_accountants.accountants import compose_guarantees
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.tf_privacy import keras_api
@@ -67,6 +63,7 @@ class RecordedRun:
         num_batches: Number of steps that were recorded.
         texts: Declared assumptions about the steps so far.
         spent: Guarantees of the runs that the initial weights come from.
+        earlier_events: Their events.
 
     Args:
         model: Keras model or layer that is built; its trainable variables are released.
@@ -78,6 +75,8 @@ class RecordedRun:
         files_stay_private: True if nobody sees files of the model from before the last step;
             otherwise the iterate that one is written of counts as released.
     """
+
+    why_not_known = note = ""
 
     def __init__(
         self,
@@ -94,24 +93,20 @@ class RecordedRun:
         self.optimizer: Algorithm = optimizer
         if continued is not None:
             continued.state.check_fits(model, optimizer, relation)
-        self.model = model
-        self._fixed = FixedVariables(model)
+        self.model, self.declared, self._fixed = model, declared, FixedVariables(model)
         self.of_gradients = None if checked is None else tuple(checked)
         self.of_batches = _FIXED if checked is None else optimizer.plan.description
-        self.declared, self.why_not_known, self.note = declared, "", ""
         optimizer.begin(declared)
         optimizer.check_start(keras_api.trained(model), declared)
         if checked is not None or not optimizer.blocks:  # else the first step says what they are
             self._check_convexity()
-        self.num_batches = 0  # that were recorded
         # Of a microbatch no example is left out, and one without gradient makes it another one.
         has_several = optimizer.examples_of_record > 1
         self.relation = NeighboringRelation.REPLACE_ONE if has_several else relation
+        self.num_batches, self.texts = 0, tuple[str, ...]()
         self._run: Run | None = None  # the first step decides what it is about
         self._invalid = ""
-        self.texts: tuple[str, ...] = ()  # of the user's word, about steps so far
         self._complete: Callable[[Run], Run] | None = None  # see `may_stop`
-        self._whole: tuple[Any, Run] | None = None
         self._is_over = False  # stopped early
         self._files_stay_private, self._private_step = files_stay_private, 0
         self._releases_next = False  # a file was written of a step that is not recorded yet
@@ -121,31 +116,27 @@ class RecordedRun:
         if continued is not None:
             self._resume(continued)
             return
-        self._begin()
-        if line := self.optimizer.line_before(self.relation):
-            _logger.warning(line)
-
-    def _begin(self) -> None:
-        """Asks where the initial weights come from."""
-        self._take_over(runs_behind(self.model))
-        before = int(self.optimizer.update.iterations.numpy())
-        if before and not self._earlier:
+        self._take_over(runs_behind(model))
+        before = int(optimizer.update.iterations.numpy())
+        if before and not self.spent:
             raise UnsupportedRunError(
                 f"Expected a fresh optimizer, or the weights that its last step left, got one with "
                 f"iterations = {before} and other weights: the steps that it counts are missing "
-                "here. Go on with the state of that run; or, if the weights come from no training "
-                "on these examples, compile with a fresh optimizer."
+                "here. Compile with a fresh optimizer, or go on with the state of that run."
             )
-        if self._earlier:
+        if self.spent:
             _logger.warning(
                 "the initial weights come from %d private run(s) before this one: epsilon is that "
-                "of all of them together", len(self._earlier),
+                "of all of them together", len(self.spent),
             )  # fmt: skip
+        if line := optimizer.line_before(self.relation):
+            _logger.warning(line)
 
     def _take_over(self, earlier: tuple[PastRun, ...], run_id: str | None = None) -> None:
         """Goes on with the run of this name here, after those that its weights come from."""
-        self._earlier = tuple(past.run() for past in earlier)
-        self.spent = [run.guarantee(self.relation) for run in self._earlier]
+        runs = [past.run() for past in earlier]
+        self.spent = [run.guarantee(self.relation) for run in runs]
+        self.earlier_events = tuple(run.event() for run in runs)
         self._lineage.begin(earlier, run_id)
         trained = keras_api.trained(self.model)
         self._lineage.hang_on(trained, self.model, resumed=run_id is not None)
@@ -156,41 +147,41 @@ class RecordedRun:
         self, declared: Iterable[str], *, stays_private: bool, include_private_state: bool
     ) -> RunState:
         """Returns the state of complete steps; see `PrivacyReport.state`."""
+        optimizer, variables = self.optimizer, keras_api.trained(self.model)
         self.check()
         self.check_variables()
-        assert self._run is not None
         if self.of_gradients is None:
             raise UnsupportedRunError(
                 "Expected a model that deals its batches, got Keras' own fit: its run does not go "
                 "on elsewhere. Use make_private(model); or save the model, and whoever trains it "
                 "further composes both runs."
             )
-        optimizer, variables = self.optimizer, keras_api.trained(self.model)
         if optimizer.hidden_state and not include_private_state:
             raise UnsupportedRunError(
                 f"Expected include_private_state=True, got False: a run of {optimizer.kind} cannot "
-                f"go on without {optimizer.hidden_state}. Say include_private_state=True and "
-                "stays_private=True, and keep the state where nobody else reads it."
+                f"go on without {optimizer.hidden_state}. Say it, with stays_private=True, and "
+                "keep the state where nobody else reads it."
             )
         if stays_private:
-            self._assume(_PRIVATE_STATES)
+            self.texts = _each_once(self.texts, [_PRIVATE_STATES])
             self._private_step = self.num_batches
         else:
             self.release()
-        places = {id(variable): index for index, variable in enumerate(variables)}
+        assert self._run is not None
+        assert optimizer.plan is not None
         return RunState(
             run_id=self._lineage.run_id,
             optimizer=optimizer.kind,
             relation=self.relation,
             batch_size=optimizer.plan.batch_size,
             examples=optimizer.plan.dataset_size,
-            texts=tuple(dict.fromkeys((*self.texts, *declared))),
+            texts=_each_once(self.texts, declared),
             num_steps=self.num_batches,
             iterations=int(optimizer.update.iterations.numpy()),
             run=self._run.state_dict(),
             earlier=self._lineage.earlier,
             weights=fingerprint(keras_api.variables(self.model)),
-            blocks=tuple(tuple(places[id(v)] for v in block) for block in optimizer.blocks),
+            blocks=optimizer.places(variables),
             private=optimizer.private_state() if include_private_state else None,
         )
 
@@ -198,21 +189,21 @@ class RecordedRun:
         state = continued.state
         self._lineage.check_newest(continued)
         self.optimizer.resume(state, keras_api.trained(self.model))
-        self._run = self.optimizer.new_run(self.declared)
+        self._run = self._lineage.run = self.optimizer.new_run(self.declared)
         self._run.load_state_dict(state.run)  # names the field that differs
         self.num_batches = self._lineage.steps = state.num_steps
-        self._lineage.run = self._run
         self._lineage.released = max(self._run.release_steps, default=0)
         self._take_over(state.earlier, state.run_id)
         is_discarded = continued.discard_later_steps
-        discarded = (_DISCARDED.format(self._run.num_steps),) if is_discarded else ()
-        self.texts = tuple(dict.fromkeys((*state.texts, _GOES_ON, *discarded)))
+        discarded = [_DISCARDED.format(self.num_batches)] if is_discarded else []
+        self.texts = _each_once(state.texts, [_GOES_ON, *discarded])
 
     # What happens
 
     @property
     def next_batch(self) -> int:
         """Index within the epoch of the batch that the next step must use."""
+        assert self.optimizer.plan is not None
         return self.num_batches % self.optimizer.plan.num_batches
 
     @property
@@ -233,16 +224,34 @@ class RecordedRun:
             self.invalidate(str(error))
 
     def _add(self, entry: StepEntry, batch: int) -> None:
-        self._check_entry(entry, batch)
-        self.num_batches += 1
-        step = self.optimizer.step_of(entry)
-        if self.num_batches == 1:
+        plan: Any = self.optimizer.plan
+        step, rows = self.num_batches + 1, plan.num_rows(self.num_batches)
+        if not self._lineage.is_newest:
+            raise UnsupportedRunError(
+                "Another record of this process goes on with the run: no bound covers what two "
+                "continuations show together. Go on there."
+            )
+        if entry.problem:  # the run ends here for a reason that may depend on the data
+            raise UnsupportedRunError(f"step {entry.steps} ends the run. {entry.problem}")
+        if entry.steps != step:
+            raise UnsupportedRunError(
+                f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
+                " one for every batch."
+            )
+        if batch != self.next_batch or entry.rows != rows:
+            raise UnsupportedRunError(
+                f"Expected step {step} on all rows of batch {self.next_batch}, got batch {batch} "
+                "or other rows."
+            )
+        self.num_batches = step
+        told = attrs.evolve(self.optimizer.step_of(entry), batch=batch, rows=plan.batch_size)
+        if step == 1:
             self.check_variables()
             self._check_convexity()
         if self._run is None:
             self._run = self._lineage.run = self.optimizer.new_run(self.declared)
-        self._run.add(attrs.evolve(step, batch=batch, rows=self.optimizer.plan.batch_size))
-        self._lineage.steps = self.num_batches
+        self._run.add(told)
+        self._lineage.steps = step
         if self._releases_next:
             self._releases_next = False
             self.release()
@@ -253,30 +262,6 @@ class RecordedRun:
         layers = [keras_api.layers_of(self.model, part) for part in parts]
         if reason := why_not_convex(self.optimizer.known_loss, layers):
             raise UnsupportedRunError(reason)
-
-    def _assume(self, text: str) -> None:
-        self.texts = tuple(dict.fromkeys((*self.texts, text)))
-
-    def _check_entry(self, entry: StepEntry, batch: int) -> None:
-        step = self.num_batches + 1
-        if not self._lineage.is_newest:
-            raise UnsupportedRunError(
-                "Another record of this process goes on with the run: no bound covers what two "
-                "continuations show together. Go on there."
-            )
-        if entry.problem:  # the run ends here for a reason that may depend on the data
-            raise UnsupportedRunError(f"step {step} ends the run. {entry.problem}")
-        if entry.steps != step:
-            raise UnsupportedRunError(
-                f"after batch {batch} the optimizer has taken {entry.steps} steps, expected {step}:"
-                " one for every batch."
-            )
-        rows = self.optimizer.plan.num_rows(self.num_batches)
-        if batch != self.next_batch or entry.rows != rows:
-            raise UnsupportedRunError(
-                f"Expected step {step} on all rows of batch {self.next_batch}, got batch {batch} "
-                "or other rows."
-            )
 
     def release(self) -> None:
         """Counts the current weights as released."""
@@ -368,7 +353,6 @@ class RecordedRun:
 
     def has_stopped(self, *, early: bool) -> None:
         """Gives the run all steps that could have followed; it is over if they were not taken."""
-        assert self._run is not None
         self._is_over = early
         self._run = self._lineage.run = self.whole_run()
         self._complete = self._lineage.whole = None
@@ -378,33 +362,24 @@ class RecordedRun:
         assert self._run is not None
         if self._complete is None:
             return self._run
-        so_far = self.num_batches, self._run.release_steps
-        if self._whole is None or self._whole[0] != so_far:
-            copy = run_of(self._run.state_dict())
-            self._whole = so_far, self._complete(copy)
-        return self._whole[1]
+        return self._complete(run_of(self._run.state_dict()))
 
     @property
     def chooses_steps(self) -> bool:
         """True if EarlyStopping may stop it, or has."""
         return self._complete is not None or self._is_over
 
-    def event(self) -> DpEvent:
-        """Returns the event that happened; errors as `check`."""
-        self.check()
-        return self.whole_run().event()
-
     def events(self) -> tuple[DpEvent, ...]:
         """Returns the events of the runs that the initial weights come from, and this one's."""
-        return (*self.earlier_events, self.event())
-
-    @property
-    def earlier_events(self) -> tuple[DpEvent, ...]:
-        """Events of the runs that the initial weights come from."""
-        return tuple(run.event() for run in self._earlier)
+        self.check()
+        return (*self.earlier_events, self.whole_run().event())
 
     def guarantee(self) -> Guarantee:
         """Returns the guarantee of all `events`, with the current model as the last iterate."""
         self.check()
         own = self.whole_run().guarantee(self.relation)
         return compose_guarantees([*self.spent, own], self.relation) if self.spent else own
+
+
+def _each_once(texts: Iterable[str], more: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*texts, *more)))

@@ -48,28 +48,39 @@ _NO_LOSS = (
 )
 
 
-def _assumptions(record: RecordedRun, declared: Iterable[str]) -> tuple[Assumption, ...]:
+def _assumptions(record: RecordedRun, of_holder: Iterable[str]) -> tuple[Assumption, ...]:
     """Returns everything that has to be true."""
-    algorithm, is_own_loop = record.optimizer, record.of_gradients is not None
-    variables = _CHECKED.format(_ONLY_BY_STEPS if is_own_loop else _BETWEEN_EPOCHS)
-    own = [Assumption.checked(text) for text in (record.of_batches, variables)]
-    own += [Assumption.checked(text) for text in algorithm.described.checked()]
-    own += [*(record.of_gradients or ()), *record.declared.measured]
-    if record.earlier_events:
-        own.append(Assumption.checked(_EARLIER.format(len(record.earlier_events))))
-    of_run = [] if is_own_loop else [FOREIGN_LOOP]
-    of_run += [*algorithm.declared(record.event()), *record.texts]
-    if not record.declared.source:  # else loss and features are known
-        of_run.append(_NO_MEMORY)
-    own += [*OF_EVERY_RUN, *map(Assumption.declared, (*_DECLARED, *of_run, *declared))]
+    algorithm, run = record.optimizer, record.whole_run()
+    is_own_loop = record.of_gradients is not None
+    checked = [
+        record.of_batches,
+        _CHECKED.format(_ONLY_BY_STEPS if is_own_loop else _BETWEEN_EPOCHS),
+        *algorithm.described.checked(),
+    ]
+    if record.spent:
+        checked.append(_EARLIER.format(len(record.spent)))
+    declared = [
+        *_DECLARED,
+        *([] if is_own_loop else [FOREIGN_LOOP]),
+        *algorithm.declared(run.event()),
+        *record.texts,
+        *([] if record.declared.source else [_NO_MEMORY]),  # else loss and features are known
+        *of_holder,
+    ]
+    own = (
+        *map(Assumption.checked, checked),
+        *(record.of_gradients or ()),
+        *record.declared.measured,
+        *OF_EVERY_RUN,
+        *map(Assumption.declared, declared),
+    )
     # What was read off this run's loss says nothing about the runs before it.
-    run = record.whole_run()
     proven = replace_assumptions(
         run.guarantee(record.relation).assumptions,
         *algorithm.described.derived(),
         *algorithm.in_advance(run),
     )
-    return merge_assumptions([tuple(own), proven, *(g.assumptions for g in record.spent)])
+    return merge_assumptions([own, proven, *(g.assumptions for g in record.spent)])
 
 
 def _advice(record: RecordedRun, delta: float) -> list[str]:
@@ -80,7 +91,8 @@ def _advice(record: RecordedRun, delta: float) -> list[str]:
     if record.why_not_known:
         why = [f"Every step counts: {record.why_not_known}."]
     elif getattr(events[0], "loss", ...) is None:
-        why = [_NO_LOSS] if record.optimizer.update.is_plain_sgd else []
+        update = record.optimizer.update
+        why = [_NO_LOSS if update.is_plain_sgd else f"Every step counts: {update.name} is not SGD."]
     else:  # the batches are what is easiest changed, and seldom the cause
         reasons = guarantee.alternatives
         others = [one for one in reasons if not one[1].startswith("batch order")]
@@ -122,7 +134,7 @@ class PrivacyReport:
             UnsupportedRunError: Steps were not recorded, the run has ended, or the model is not the
                 iterate that was accounted.
         """
-        return self._recorded().event()
+        return self.privacy_events[-1]
 
     @property
     def privacy_events(self) -> tuple[Any, ...]:
@@ -137,13 +149,15 @@ class PrivacyReport:
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked, declared or public."""
-        return _assumptions(self._recorded(), self._told_by()._declared_texts())
+        record = self._recorded()
+        record.check()
+        return _assumptions(record, self._told_by()._declared_texts())
 
     def get_epsilon(self, delta: float) -> float:
         """Returns the epsilon of what is released at `delta`; errors as of `privacy_event`."""
         record = self._recorded()
         record.check_iterate()
-        warn_of_delta(delta, record.event().dataset_size)
+        warn_of_delta(delta, self.privacy_event.dataset_size)
         return record.guarantee().epsilon(delta)
 
     def compare(self, delta: float = 1e-5) -> Comparison:
@@ -153,7 +167,7 @@ class PrivacyReport:
             ValueError, UnsupportedRunError: As `privacy_event`.
         """
         self.get_epsilon(delta)  # checks the iterate
-        relation = self.guarantee.neighboring_relation
+        relation = self._recorded().guarantee().neighboring_relation
         return compare(list(self.privacy_events), delta, relation)
 
     def would_gain(self, delta: float = 1e-5, *, epochs: int | None = None) -> Gain:
@@ -215,9 +229,10 @@ class PrivacyReport:
                 "Expected stays_private = True with include_private_state = True, got False: the "
                 "guarantee rests on nobody knowing the error of DiceSGD."
             )
-        self._told_by()._check_can_go_on()
+        own = self._told_by()
+        own._check_can_go_on()
         state = self._recorded().state(
-            self._told_by()._declared_texts(),
+            own._declared_texts(),
             stays_private=stays_private,
             include_private_state=include_private_state,
         )
@@ -246,12 +261,10 @@ class PrivacyReport:
             microbatch=algorithm.examples_of_record,
             update_rule=algorithm.update.name,
         )
-        text = algorithm.told(statement)
-        return "\n".join(filter(None, [text, *_advice(record, delta), record.note]))
+        return "\n".join(filter(None, [statement.lines(), *_advice(record, delta), record.note]))
 
     def __getstate__(self) -> Any:
         raise UnsupportedRunError(
             "The record of a run cannot be copied or pickled: the steps of the copy would be "
-            "missing from epsilon. Keep "
-            "privacy_event.to_dict()."
+            "missing from epsilon. Keep privacy_event.to_dict()."
         )

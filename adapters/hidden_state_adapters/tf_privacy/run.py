@@ -12,60 +12,42 @@ from typing import Any
 import attrs
 import numpy as np
 import tensorflow as tf
-from dp_accounting import DpEvent, NeighboringRelation
+from dp_accounting import NeighboringRelation
 
-from hidden_state_accountants import (
-    BatchOrder,
-    UnsupportedRunError,
-    validate,
-)
+from hidden_state_accountants import Assumption, BatchOrder, UnsupportedRunError, validate
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_adapters.batch_plans import BatchPlan, RandomKeys, plan_of
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.algorithm import (
-    Algorithm,
-    UpdateRule,
-    rule_and_settings,
-)
-from hidden_state_adapters.tf_privacy.batches import (
-    FEWEST_ROWS,
-    Dealer,
-    filled,
-    multiple_of_sizes,
-)
+from hidden_state_adapters.tf_privacy.algorithm import Algorithm, UpdateRule, rule_and_settings
 from hidden_state_adapters.tf_privacy.data import GivenWeights, HeldExamples, check_batched
-from hidden_state_adapters.tf_privacy.gradients import (
-    ExampleGradients,
-    RowByRow,
-    ThroughLinearLayers,
-    times,
-)
-from hidden_state_adapters.tf_privacy.head import HeadRun, Known, look_at
+from hidden_state_adapters.tf_privacy.gradients import RowByRow, ThroughLinearLayers, times
+from hidden_state_adapters.tf_privacy.head import Known, look_at
 from hidden_state_adapters.tf_privacy.lineage import Continued, RunState
 from hidden_state_adapters.tf_privacy.losses import RowLosses
 from hidden_state_adapters.tf_privacy.record import FILES_STAY_PRIVATE, INTERRUPTED, RecordedRun
-from hidden_state_adapters.tf_privacy.replicas import (
+from hidden_state_adapters.tf_privacy.report import PrivacyReport
+from hidden_state_adapters.tf_privacy.settings import Declared, Settings
+from hidden_state_adapters.tf_privacy.step import (
+    MOVED,
+    NOT_FINITE,
+    TOO_LONG,
+    StepEntry,
+    Update,
+)
+from hidden_state_adapters.tf_privacy.trained_part import (
+    FixedVariables,
     check_made_in,
     refuse_surroundings,
     strategy_of,
 )
-from hidden_state_adapters.tf_privacy.report import PrivacyReport
-from hidden_state_adapters.tf_privacy.settings import Declared, Settings
-from hidden_state_adapters.tf_privacy.step import MOVED, NOT_FINITE, TOO_LONG, StepEntry
-from hidden_state_adapters.tf_privacy.trained_part import FixedVariables
 
 _BATCH_SIZE = 32  # of Keras, where nothing is said
+_FEWEST_ROWS = 2  # of a batch on the device, padding included
 _MOMENT = 0.05  # seconds between two looks, which nobody notices
 _LONGEST_PACE = 64  # steps between them
 _LARGEST_JUMP = 8  # times as many: the first ones may have been short
-
-
-def _quicker(pace: int, seconds: float) -> int:
-    """Returns how many steps are made until the next look, if so many were only a moment."""
-    faster = min(_MOMENT / max(seconds, 1e-9), _LARGEST_JUMP)
-    return min(int(max(faster, 2) * pace), _LONGEST_PACE) if faster > 1 else pace
 
 
 @attrs.frozen(eq=False)
@@ -80,12 +62,12 @@ class Given:
 
     def batches(self, of_data: int | None) -> tuple[int, int | None]:
         """Returns batch size and steps of an epoch, where the data may say the first."""
-        size, steps = self.batch_size or of_data or _BATCH_SIZE, self.steps_per_epoch
-        if self.batch_size is not None:
-            size = validate.integer("batch_size", self.batch_size, minimum=1)
+        size, steps = self.batch_size, self.steps_per_epoch
+        if size is None:
+            size = of_data or _BATCH_SIZE
         if steps is not None:
             steps = validate.integer("steps_per_epoch", steps, minimum=1)
-        return size, steps
+        return validate.integer("batch_size", size, minimum=1), steps
 
 
 class PrivateRun(PrivacyReport):
@@ -168,23 +150,15 @@ class PrivateRun(PrivacyReport):
                 "loop of your own has one replica. Call fit of make_private(model)."
             )
         rule, checked = rule_and_settings(optimizer, Settings(**settings))
-        continued = state and Continued(RunState.of_plain(state), discard_later_steps)
         self._open(
             model,
             loss,
             tf.keras.optimizers.get(rule.optimizer),
             rule,
             checked,
-            Given(
-                x,
-                y,
-                batch_size,
-                steps_per_epoch,
-                GivenWeights(class_weight, sample_weight, checked.weight_bound),
-            ),
-            strategy=None,
+            Given(x, y, batch_size, steps_per_epoch, GivenWeights(class_weight, sample_weight)),
             uses_xla=jit_compile,
-            continued=continued or None,
+            continued=Continued(RunState.of_plain(state), discard_later_steps) if state else None,
         )
 
     @classmethod
@@ -229,24 +203,25 @@ class PrivateRun(PrivacyReport):
         settings: Settings,
         given: Given,
         *,
-        strategy: Any,
         uses_xla: bool,
         continued: Continued | None,
+        strategy: Any = None,
         show: Callable[[Any, Any], Any] = lambda targets, outputs: None,
     ) -> None:
         self._model, self._strategy, self._uses_xla, self._show = model, strategy, uses_xla, show
-        self.settings, self.relation = settings, settings.neighboring_relation
-        self._target_delta = settings.target_delta
-        self.plan = self._held_and_dealt(given)
+        self.relation, self._target_delta = settings.neighboring_relation, settings.target_delta
+        check_batched(given.x, given.batch_size)
+        self._examples = HeldExamples(given.x, given.y, given.weights, given.steps_per_epoch)
+        self._largest_weight = self._examples.given.largest
+        self._asked = given.batches(self._examples.batch_size)
+        self.plan = self._planned(settings)
         if continued is not None:
             self._check_end_of_epoch(continued.state.num_steps)
-            self._restore_order(continued.state)
         variables = self._built(optimizer)
-        example, _ = self._examples.first(1)
-        self._losses = RowLosses(loss)
-        known = self._looked_at(rule, optimizer, variables)
-        longest = known.declared.longest_gradient
-        settings = self.settings = settings.with_clip_norm(longest, known.why_not)
+        example, losses = self._examples.first(1)[0], RowLosses(loss)
+        known = self._looked_at(losses, rule, settings, optimizer, variables)
+        settings = settings.with_clip_norm(known.declared.longest_gradient, known.why_not)
+        self.settings, self.noise_multiplier = settings, settings.noise_multiplier
         self.steps = Algorithm(rule, settings, optimizer, self.plan, variables)
         # Of the order of the batches; what is known of the loss only adds theorems.
         self.steps.new_run(known.declared).check_relation(self.relation)
@@ -255,7 +230,7 @@ class PrivateRun(PrivacyReport):
             self.steps,
             relation=self.relation,
             declared=known.declared,
-            checked=known.checked,
+            checked=[Assumption.checked(known.checked)],
             files_stay_private=settings.checkpoints_stay_private,
             continued=continued,
         )
@@ -264,31 +239,29 @@ class PrivateRun(PrivacyReport):
             self._record.why_not_known = "bounds on hidden iterates need REPLACE_SPECIAL"
         if settings.batch_order is None:
             self._record.note = "Batches are Poisson, the default of batch_order=."
-        self.clipping = [
-            self._clipping(part, example, known.head) for part in self.steps.blocks or (variables,)
-        ]
-        self._make_functions()
+        self.clipping: list[Any] = []
+        for part in self.steps.blocks or (variables,):
+            if known.head is not None:
+                self.clipping.append(attrs.evolve(known.head, variables=list(part)))
+            else:
+                fast = ThroughLinearLayers.of(model, losses, part, example)
+                self.clipping.append(fast or RowByRow(model, losses, part))
+        self._prepare_steps()
 
-    def _held_and_dealt(self, given: Given) -> BatchPlan:
-        """Copies the examples, and returns the plan of the batches that are dealt of them."""
-        settings = self.settings
-        check_batched(given.x, given.batch_size)
-        self._examples = HeldExamples(given.x, given.y, given.weights, given.steps_per_epoch)
-        self._largest_weight = self._examples.given.largest
-        self._asked = given.batches(self._examples.batch_size)
-        size, number = self._asked
+    def _planned(self, settings: Settings) -> BatchPlan:
+        """Returns the plan of the batches that are dealt of the examples."""
+        examples, (size, steps) = self._examples.number, self._asked
         if settings.order is BatchOrder.FULL:
-            size = self._examples.number
+            size = examples
         if settings.microbatch(size) > 1:
             raise UnsupportedRunError(
                 f"Expected num_microbatches = None or {size}, one example each, got "
-                f"{settings.num_microbatches}: an example moves the mean of several by up to twice "
-                "the clip norm, and gains nothing. Leave it out; an optimizer in Keras' own fit, "
-                "with HiddenStateCallback, takes them."
+                f"{settings.num_microbatches}: several move their mean by up to twice the clip "
+                "norm. Leave it out."
             )
         plan = plan_of(
             settings.order,
-            range(self._examples.number),
+            range(examples),
             size,
             RandomKeys(),
             max_batch_size=settings.max_batch_size,
@@ -298,10 +271,10 @@ class PrivateRun(PrivacyReport):
         )
         if settings.sampling_rate is not None:
             plan.hide_size()
-        self.steps_per_epoch = number or plan.num_batches
+        self.steps_per_epoch = steps or plan.num_batches
         if self.steps_per_epoch != plan.num_batches and not plan.draws_every_step:
             raise UnsupportedRunError(
-                f"Expected {plan.num_batches} steps in an epoch, got steps_per_epoch = {number}: "
+                f"Expected {plan.num_batches} steps in an epoch, got steps_per_epoch = {steps}: "
                 "every batch is used once per epoch. Leave it out."
             )
         return plan
@@ -311,56 +284,79 @@ class PrivateRun(PrivacyReport):
         model, strategy = self._model, self._strategy
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             keras_api.build(model, self._examples.x)  # variables of Keras are those of its replicas
-            check_made_in(strategy, keras_api.variables(model))
+            if strategy is not None:
+                check_made_in(strategy, keras_api.variables(model))
             if strategy is not None or keras_api.IS_KERAS_3:
                 keras_api.build_optimizer(optimizer, model.trainable_variables)
             if strategy is not None:
                 keras_api.build_metrics(model, self._examples.first(1))
         return keras_api.trained(model)
 
-    def _looked_at(self, rule: UpdateRule, optimizer: Any, variables: Sequence[Any]) -> Known:
+    def _looked_at(
+        self,
+        losses: RowLosses,
+        rule: UpdateRule,
+        settings: Settings,
+        optimizer: Any,
+        variables: Sequence[Any],
+    ) -> Known:
         """Looks at the examples, and at what is known of the loss; the model is as before."""
-        declared, fixed = self._weighted(rule.declared(self.settings)), FixedVariables(self._model)
-        self._examples.check_each_once()
+        fixed, held, declared = FixedVariables(self._model), self._examples, rule.declared(settings)
+        if self.has_weights and declared != Declared():
+            if self._largest_weight is None:
+                raise UnsupportedRunError(
+                    "Expected class_weight alone with what is known of the loss, got weights of "
+                    "examples: its constants grow with the largest weight that one could have. "
+                    "Leave feature_norm, loss_geometry and gradient_bound out."
+                )
+            declared = attrs.evolve(declared, largest_weight=self._largest_weight)
+        held.check_each_once()
+        is_hidden = (
+            Update(optimizer, variables).is_plain_sgd and len(rule.blocks_of(variables)) <= 1
+        )
         adds = self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE
         known = look_at(
             self._model,
-            self._losses,
-            self._examples.x,
-            self._examples.y,
+            losses,
+            held.x,
+            held.y,
             declared,
-            is_of_use=not adds and rule.knows_losses(optimizer, variables),
+            is_of_use=not adds and (rule.takes_gradient_bound or is_hidden),
         )
         if known.head is not None:
-            self._examples.hold(known.head.inputs, known.head.targets)
+            held.hold(known.head.inputs, known.head.targets)
         fixed.check(self._model)
         return known
 
-    def _make_functions(self) -> None:
+    def _prepare_steps(self) -> None:
         """Gets what takes the steps ready."""
         self._replicas = 1 if self._strategy is None else self._strategy.num_replicas_in_sync
-        rows = self.plan.batch_size
-        fewest = max(FEWEST_ROWS, self._replicas)
-        self.is_padded = self.plan.order in OF_RANDOM_SIZE or rows < fewest
-        is_compiled = self._uses_xla and self.is_padded
-        self._multiple = multiple_of_sizes(is_compiled=is_compiled, expected=rows)
-        self._dealer = Dealer(self.plan, self._multiple, self.steps_per_epoch)
+        size = self.plan.batch_size
+        fewest = max(_FEWEST_ROWS, self._replicas)
+        self.is_padded = self.plan.order in OF_RANDOM_SIZE or size < fewest
+        self._multiple = multiple_of_sizes(
+            is_compiled=self._uses_xla and self.is_padded, expected=size
+        )
         self.pace = 1  # steps between two looks, where nobody says how many
         self._calls, self._may_stop, self._foreign = 0, False, frozenset[str]()  # of fit
         # Step by step even where the loop of fit is eager, so that no example is traced anew.
         self._compiled = tf.function(self._take, jit_compile=self._uses_xla, reduce_retracing=True)
-        width = None if self.is_padded else rows
+        width = None if self.is_padded else size
         kinds = [tf.TensorSpec([None], tf.int64), tf.TensorSpec([None, width], tf.int64)]
         kinds += [tf.TensorSpec([None], tf.float64)]
         values = [tf.TensorSpec(value.shape, value.dtype) for value in self.steps.left]
-        self._several = functools.cache(
-            tf.function(self._take_several, [*kinds, values]).get_concrete_function
-        )
+        several = tf.function(self._take_several, [*kinds, values])
+        self._several = functools.cache(several.get_concrete_function)
 
     @property
     def record(self) -> RecordedRun:
         """Record of its steps."""
         return self._record
+
+    @property
+    def has_weights(self) -> bool:
+        """True if classes or examples have weights."""
+        return self._examples.weights is not None
 
     # A loop of one's own
 
@@ -374,6 +370,7 @@ class PrivateRun(PrivacyReport):
             UnsupportedRunError: The step ended the run, or another one has.
         """
         self._check_may_step(1)
+        self.target(None, None)
         return mean_loss(self._advance(1))
 
     def train(
@@ -402,25 +399,23 @@ class PrivateRun(PrivacyReport):
             ValueError: No noise meets the target.
         """
         epochs = validate.integer("epochs", epochs, minimum=1)
-        self._check_may_step(1, target_epsilon)
+        self._check_may_step(1)
         self._check_end_of_epoch(self._record.num_batches)
         target = self.target(target_epsilon, target_delta)
         self.prepare(epochs, (False, False), target, may_stop=False)
         self._calls += 1
+        shown = []
         with self.whole_or_none():
-            return [
-                self._train_epoch(f"Epoch {epoch + 1}/{epochs}", verbose) for epoch in range(epochs)
-            ]
-
-    def _train_epoch(self, title: str, verbose: bool) -> float:
-        total = np.zeros(2)
-        bar = tf.keras.utils.Progbar(self.steps_per_epoch, verbose=int(verbose))
-        if verbose:
-            print(title)
-        for done, sums in self.epoch():
-            total += sums
-            bar.update(done, [("loss", mean_loss(sums))])
-        return mean_loss(total)
+            for epoch in range(epochs):
+                if verbose:
+                    print(f"Epoch {epoch + 1}/{epochs}")
+                bar = tf.keras.utils.Progbar(self.steps_per_epoch, verbose=int(verbose))
+                total = np.zeros(2)
+                for done, sums in self.epoch():
+                    total += sums
+                    bar.update(done, [("loss", mean_loss(sums))])
+                shown.append(mean_loss(total))
+        return shown
 
     def epoch(
         self, pace: int | None = None, *, eagerly: bool = False
@@ -435,21 +430,26 @@ class PrivateRun(PrivacyReport):
         while done < self.steps_per_epoch:
             count, began = min(pace or self.pace, self.steps_per_epoch - done), time.monotonic()
             sums = self._advance(count, eagerly)
-            seconds, done = time.monotonic() - began, done + count
+            faster = min(_MOMENT / max(time.monotonic() - began, 1e-9), _LARGEST_JUMP)
+            done += count
             yield done, sums
-            if pace is None and count == self.pace:
-                self.pace = _quicker(count, seconds)
+            if pace is None and count == self.pace and faster > 1:
+                self.pace = min(int(max(faster, 2) * count), _LONGEST_PACE)
 
-    def _check_may_step(self, count: int, target_epsilon: float | None = None) -> None:
+    def _check_may_step(self, count: int) -> None:
         """Raises UnsupportedRunError if the run has ended, or takes no more steps."""
         if self._record.has_ended:
             self._record.check()  # raises
-        self._check_declared(count)
-        if target_epsilon is None and self.noise_multiplier is None:
-            raise ValueError(
-                "Expected noise_multiplier, or train(target_epsilon=...), got neither. Give the "
-                "run one, or the target to the first call of train."
+        refuse_in_budget("private run of Keras")
+        before, declared = self._record.num_batches, self.settings.num_steps
+        if declared is not None and before + count > declared:
+            raise UnsupportedRunError(
+                f"Expected at most num_steps = {declared} steps, as declared to the model, got "
+                f"{before} so far and {count} more. Train fewer epochs; or compile again "
+                "for another run, which is composed with this one."
             )
+
+    # The steps
 
     def _advance(self, count: int, eagerly: bool = False) -> np.ndarray:
         """Takes steps and records them; returns the sum of their losses and the number of examples.
@@ -460,36 +460,53 @@ class PrivateRun(PrivacyReport):
         record, steps, first = self._record, self.steps, self.steps.last_step.steps
         if first != record.num_batches:
             record.check()  # raises: it was interrupted
+        if not first:
+            record.check_variables()  # weights may have been loaded since
         rates = steps.rates(count)
-        rows, indices = self._dealer.deal_all(first, first + count)
+        rows, indices = self._dealt(first, first + count)
         eagerly = eagerly or tf.config.functions_run_eagerly()
         several: Any = self._take_several if eagerly else self._several()
         given = [tf.constant(part) for part in (rows, indices, np.array(rates))]
         try:
             told, left = several(*given, list(steps.left))
             loss, examples, longest, same, tried = told.numpy()
-            is_fine = bool(same and steps.step.is_fine(longest))
-            done = range(first + 1, first + int(tried) + 1)
-            largest = longest if is_fine else 0.0  # else of the step that was refused
-            entries = [
-                StepEntry(number, int(batch), rate, largest)
-                for number, batch, rate in zip(done, rows, rates, strict=False)
-            ]
-            if not is_fine:  # the weights were moved all the same: they are no fresh ones
-                problem = MOVED if not same else NOT_FINITE if math.isinf(longest) else TOO_LONG
-                entries[-1] = StepEntry(done[-1], problem=problem)
-            steps.took(entries, left if same else steps.left)
         except BaseException:  # also of the user, who may go on
             if not steps.is_iterate(keras_api.trained(self._model)):
-                steps.took([StepEntry(first + 1)], steps.left)  # or more
+                steps.took(StepEntry(first + 1), 1, steps.left)  # or more
                 with contextlib.suppress(UnsupportedRunError):
                     record.invalidate(INTERRUPTED)
             raise
+        problem, done = "", range(first + 1, first + int(tried) + 1)
+        if not same or not steps.step.is_fine(longest):
+            problem = MOVED if not same else NOT_FINITE if math.isinf(longest) else TOO_LONG
+            longest = 0.0  # that of the step which is refused
+        entries = [
+            StepEntry(number, int(batch), rate, longest)
+            for number, batch, rate in zip(done, rows, rates, strict=False)
+        ]
+        entries[-1] = attrs.evolve(entries[-1], problem=problem)
+        # If one is refused the weights were moved all the same: they are no fresh ones.
+        steps.took(entries[-1], len(entries), left if same else steps.left)
         for entry in entries:
             record.add(entry, record.next_batch)
         if record.num_batches % self.steps_per_epoch == 0:
             record.check_fixed()
         return np.array([loss, examples])
+
+    def _dealt(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns rows and indices of several batches, as many indices as the largest has."""
+        batches = [self._deal(step) for step in range(first, last)]
+        sizes = [len(batch) for batch in batches]
+        stacked = np.zeros((len(sizes), max(filled(size, self._multiple) for size in sizes)), int)
+        for place, batch in zip(stacked, batches, strict=True):
+            place[: len(batch)] = batch
+        return np.array(sizes), stacked
+
+    def _deal(self, step: int) -> Sequence[int]:
+        """Draws the batch of a step, once."""
+        if step % self.steps_per_epoch == 0:
+            self.plan.start_pass(step)
+        return self.plan.batch(step)
 
     @keras_api.as_written
     def _take_several(
@@ -502,49 +519,63 @@ class PrivateRun(PrivacyReport):
             finite), whether nothing else wrote to the variables, and the number of steps tried; and
             the values that they left.
         """
-        strategy = self._strategy
+        strategy, step = self._strategy, self.steps.step
 
-        def on_replica(rows: Any, indices: Any, rate: Any, left: Any) -> tuple[Any, Any, Any]:
-            losses, targets, outputs, longest, same = self._take_on_replica(
-                rows, indices, rate, left
-            )
-            self._show(targets, outputs)
-            sums = tf.stack([tf.reduce_sum(losses), tf.cast(tf.size(losses), losses.dtype)])
-            return sums, longest, same
-
-        def one(
-            number: tf.Tensor, total: tf.Tensor, longest: tf.Tensor, same: tf.Tensor, left: Any
-        ) -> tuple[Any, ...]:
+        def one(number: Any, total: Any, longest: Any, same: Any, left: Any) -> tuple[Any, ...]:
             batch = rows[number], indices[number], rates[number], left
             if strategy is None:
-                sums, norm, same = on_replica(*batch)
+                sums, norm, same = self._take_on_replica(*batch)
             else:
-                found = strategy.run(on_replica, batch)
+                found = strategy.run(self._take_on_replica, batch)
                 sums = strategy.reduce("SUM", found[0], axis=None)
                 norm, same = (strategy.experimental_local_results(part)[0] for part in found[1:])
             total, longest = total + tf.cast(sums, tf.float64), tf.maximum(longest, norm)
-            return number + 1, total, longest, same, self.steps.step.values()
+            return number + 1, total, longest, same, step.values()
 
-        def goes_on(
-            number: tf.Tensor, _: Any, longest: tf.Tensor, same: tf.Tensor, *__: Any
-        ) -> Any:
-            return (number < tf.size(rows)) & same & self.steps.step.is_fine(longest)
+        def goes_on(number: Any, _: Any, longest: Any, same: Any, *__: Any) -> tf.Tensor:
+            return (number < tf.size(rows)) & same & step.is_fine(longest)
 
-        start = (
-            tf.constant(0),
-            tf.zeros([2], tf.float64),
-            tf.zeros([], tf.float64),
-            tf.constant(True),
-        )
-        number, total, longest, same, left = tf.while_loop(goes_on, one, (*start, left))
+        zero = tf.zeros([], tf.float64)
+        start = tf.constant(0), tf.zeros([2], tf.float64), zero, tf.constant(True), left
+        number, total, longest, same, left = tf.while_loop(goes_on, one, start)
         told = [longest, tf.cast(same, tf.float64), tf.cast(number, tf.float64)]
         return tf.concat([total, tf.stack(told)], 0), left
 
-    def _clipping(self, variables: Any, example: Any, head: HeadRun | None) -> Any:
-        if head is not None:
-            return attrs.evolve(head, variables=list(variables))
-        of_run = self._model, self._losses, variables
-        return ThroughLinearLayers.of(*of_run, example) or RowByRow(*of_run)
+    def _take_on_replica(self, rows: Any, indices: Any, rate: Any, left: Any) -> tuple[Any, ...]:
+        """Takes a step; returns sum and number of the losses, and what `Algorithm.take` tells."""
+        indices = indices[: filled(rows, self._multiple)]  # what follows has the size of another
+        if self._strategy is not None:  # a part of the batch, a row or more
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            own = indices[:rows][replica :: self._replicas]
+            rows = tf.shape(own, out_type=tf.int64)[0]
+            indices = tf.concat([own, indices[:1]], 0)[: tf.maximum(rows, 1)]
+        in_graph = not self._uses_xla and not tf.executing_eagerly()
+        take = self._take if in_graph or self._strategy is not None else self._compiled
+        losses, outputs, *told = take(rows, rate, left, *self._examples.taken(indices))
+        targets = self._examples.given_targets(indices)
+        if self.is_padded:
+            losses, outputs = losses[:rows], outputs[:rows]
+            targets = tf.nest.map_structure(lambda part: part[:rows], targets)
+        self._show(targets, outputs)
+        sums = tf.stack([tf.reduce_sum(losses), tf.cast(tf.size(losses), losses.dtype)])
+        return sums, *told
+
+    @keras_api.as_written
+    def _take(
+        self, rows: Any, rate: Any, left: Any, x: Any, y: Any, *weights: Any
+    ) -> tuple[Any, ...]:
+        if not self.steps.trains(keras_api.trained(self._model)):
+            raise UnsupportedRunError(MOVED)
+
+        def gradients_by(clipping: Any) -> Any:
+            found = clipping.gradients(x, y)
+            return times(found, *weights) if weights else found
+
+        passes = [functools.partial(gradients_by, one) for one in self.clipping]
+        found, longest, same = self.steps.take(passes, rows, rate, left)
+        return found.losses, found.outputs, longest, same
+
+    # Calls of fit
 
     def _check_can_go_on(self) -> None:
         """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
@@ -565,38 +596,6 @@ class PrivateRun(PrivacyReport):
                 "on_epoch_end of a callback."
             )
 
-    def _weighted(self, declared: Declared) -> Declared:
-        """Returns what is declared of the loss, with the weights that an example may have."""
-        if self._examples.weights is None or declared == Declared():
-            return declared
-        largest = self._largest_weight
-        if largest is None:
-            raise UnsupportedRunError(
-                "Expected weight_bound= of the model with sample_weight and what is known of the "
-                "loss, got none: gradients and curvature grow with the weight. It is a bound on "
-                "the weights that an example could have, not the largest one of these examples; or "
-                "leave loss_geometry and gradient_bound out."
-            )
-        weighted = attrs.evolve(declared, largest_weight=largest)
-        _ = weighted.geometry  # raises
-        return weighted
-
-    @property
-    def has_weights(self) -> bool:
-        """True if classes or examples have weights."""
-        return self._examples.weights is not None
-
-    def _restore_order(self, state: RunState) -> None:
-        """Restores the secret order of a run that has one; ValueError if the state is damaged."""
-        if not self.plan.why_not_resumable(self.plan.num_batches) or state.private is None:
-            return  # a state that lacks it is refused by the record
-        try:
-            self.plan.load_private_state(state.private["order"])
-        except KeyError as error:
-            raise ValueError(
-                f"The state is damaged, or of another batch_order: it lacks {error}."
-            ) from error
-
     def go_on(self, given: Given) -> None:
         """Raises UnsupportedRunError unless another call of fit goes on with the run."""
         if self._record.chooses_steps:
@@ -615,37 +614,26 @@ class PrivateRun(PrivacyReport):
         if self.has_weights and weights.largest != self._largest_weight:
             raise UnsupportedRunError(
                 f"Expected weights of at most {self._largest_weight}, as in the run so far, got at "
-                f"most {weights.largest}: another example could have that one. Keep class_weight; "
-                "or compile again for another run."
+                f"most {weights.largest}: another example could have that one. Keep class_weight."
             )
         self._record.go_on(self._model, self.steps)
 
-    @property
-    def noise_multiplier(self) -> float | None:
-        """Noise multiplier that was given, or that was found; None before."""
-        if not self._record.has_begun:
-            return self.settings.noise_multiplier
-        return self.steps.step.noise_multiplier
-
     def target(self, epsilon: float | None, delta: float | None) -> tuple[float, float] | None:
         """Returns epsilon and delta that the noise is to be found for; None if it is known."""
-        is_given, has_begun = self.settings.noise_multiplier is not None, self._record.has_begun
         if epsilon is None:
-            if delta is not None:
-                raise TypeError("Expected target_epsilon with target_delta, got None.")
-            if not is_given and not has_begun:
+            if self.noise_multiplier is None:
                 raise ValueError(
-                    "Expected noise_multiplier, or fit(target_epsilon=...), got neither. Give the "
-                    "model one, or the target to the first call of fit."
+                    "Expected noise_multiplier, or target_epsilon in the first call of fit or "
+                    "train, got neither."
                 )
             return None
-        if is_given:
+        if self.settings.noise_multiplier is not None:
             raise TypeError(
                 f"Expected target_epsilon = None, got {epsilon!r} with noise_multiplier = "
-                f"{self.settings.noise_multiplier:g}. Make the model without noise_multiplier, "
-                "compile with an optimizer without noise, and fit finds it."
+                f"{self.settings.noise_multiplier:g}. Make the model without noise_multiplier, and "
+                "compile with an optimizer without noise."
             )
-        if has_begun:
+        if self._record.has_begun:
             raise UnsupportedRunError(
                 "Expected target_epsilon in the first call of fit of a run, got it in a later one: "
                 "steps with another noise were taken. Leave it out, or compile again."
@@ -655,17 +643,6 @@ class PrivateRun(PrivacyReport):
             raise ValueError("Expected target_delta with target_epsilon, got None.")
         epsilon = validate.real("target_epsilon", epsilon, minimum=0, allow_inf=True)
         return epsilon, validate.target_delta(delta)
-
-    def _check_declared(self, more: int) -> None:
-        """Raises UnsupportedRunError in a budget, or for more steps than were declared."""
-        refuse_in_budget("private run of Keras")
-        before, declared = self._record.num_batches, self.settings.num_steps
-        if declared is not None and before + more > declared:
-            raise UnsupportedRunError(
-                f"Expected at most num_steps = {declared} steps, as declared to the model, got "
-                f"{before} so far and {more} more. Train fewer epochs; or compile again "
-                "for another run, which is composed with this one."
-            )
 
     def prepare(
         self,
@@ -683,63 +660,30 @@ class PrivateRun(PrivacyReport):
             target: Epsilon and delta that the noise is to be found for; None if it is known.
             may_stop: True if validation data choose the number of epochs, or one of them.
         """
-        before = self._record.num_batches
+        record, steps = self._record, self.steps
+        before = record.num_batches
         total = before + max(0, epochs) * self.steps_per_epoch
-        self._check_declared(total - before)
         ahead = total, self.steps_per_epoch, releases
+        self._check_may_step(total - before)
+
+        def planned() -> Any:
+            return steps.with_steps_ahead(steps.new_run(record.declared), *ahead)
+
         if target is not None:
-            event = self.steps.event_ahead(self._record.declared, *ahead)
-            spent = self._record.earlier_events
-            noise = calibrate_noise_after(
-                spent,
+            steps.set_noise(1.0)
+            event = planned().event()
+            self.noise_multiplier = calibrate_noise_after(
+                record.earlier_events,
                 *target,
                 lambda noise: _with_noise(event, noise),
                 self.relation,
                 "start from weights that no private run left",
             )
-            self.steps.set_noise(noise)
+            steps.set_noise(self.noise_multiplier)
         if may_stop:
-            empty = self.steps.new_run(self._record.declared)
-            self.steps.with_steps_ahead(empty, *ahead)  # raises
-            self._record.may_stop(lambda run: self.steps.with_steps_ahead(run, *ahead))
-        self.steps.asked_for = None if before else total
-
-    def _take_on_replica(self, rows: Any, indices: Any, rate: Any, left: Any) -> tuple[Any, ...]:
-        """Takes a private step; returns losses, targets, outputs, and what it tells."""
-        indices = indices[: filled(rows, self._multiple)]  # what follows has the size of another
-        if self._strategy is not None:
-            indices, rows = self._part(indices, rows)
-        x, y, *weights = self._examples.taken(indices)
-        in_graph = not self._uses_xla and not tf.executing_eagerly()
-        take = self._take if in_graph or self._strategy is not None else self._compiled
-        losses, outputs, *told = take(rows, rate, left, x, y, *weights)
-        y = self._examples.given_targets(indices)
-        if self.is_padded:
-            losses, outputs = losses[:rows], outputs[:rows]
-            y = tf.nest.map_structure(lambda part: part[:rows], y)
-        return losses, y, outputs, *told
-
-    def _part(self, indices: tf.Tensor, rows: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns what this replica takes of a batch, a row or more, and how many are examples."""
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        own = indices[:rows][replica :: self._replicas]
-        count = tf.shape(own, out_type=tf.int64)[0]
-        return tf.concat([own, indices[:1]], 0)[: tf.maximum(count, 1)], count
-
-    @keras_api.as_written
-    def _take(
-        self, rows: Any, rate: Any, left: Any, x: Any, y: Any, *weights: Any
-    ) -> tuple[Any, ...]:
-        if not self.steps.trains(keras_api.trained(self._model)):
-            raise UnsupportedRunError(MOVED)
-
-        def gradients_by(clipping: Any) -> ExampleGradients:
-            found = clipping.gradients(x, y)
-            return times(found, *weights) if weights else found
-
-        passes = [functools.partial(gradients_by, one) for one in self.clipping]
-        found, longest, same = self.steps.take(passes, rows, rate, left)
-        return found.losses, found.outputs, longest, same
+            planned()  # raises
+            record.may_stop(lambda run: steps.with_steps_ahead(run, *ahead))
+        steps.asked_for = None if before else total
 
     @contextlib.contextmanager
     def whole_or_none(self) -> Iterator[None]:
@@ -752,8 +696,6 @@ class PrivateRun(PrivacyReport):
                 with contextlib.suppress(UnsupportedRunError):  # said when somebody asks
                     record.invalidate(INTERRUPTED)
             raise
-
-    # What its holder declares
 
     def fits(self, call: Any) -> None:
         """Notes a call of fit, by its loop."""
@@ -787,14 +729,32 @@ class PrivateRun(PrivacyReport):
             yield f"other callbacks ({names}) release nothing and choose nothing by data"
 
 
+def multiple_of_sizes(*, is_compiled: bool, expected: int) -> int:
+    """Returns the number that the rows of every batch are filled up to a multiple of.
+
+    XLA compiles every size anew, so that random sizes, which spread by the root of their mean, are
+    filled up to a few: more than 7 are rare, and half a spread of rows is in vain.
+    """
+    return math.ceil(math.sqrt(expected)) if is_compiled else 1
+
+
+def filled(rows: Any, multiple: int) -> Any:
+    """Returns the number of rows that a batch is filled up to, a tensor if `rows` is one.
+
+    A batch has at least two on the device: not every operation takes none, and TensorFlow cannot
+    vectorize every one over a single row.
+    """
+    parts, fewest = -(-rows // multiple), -(-_FEWEST_ROWS // multiple)
+    return multiple * (tf.maximum(parts, fewest) if tf.is_tensor(parts) else max(parts, fewest))
+
+
 def mean_loss(sums: np.ndarray) -> float:
     """Returns the mean of losses, of their sum and number; 0 of none."""
     return float(sums[0] / max(sums[1], 1))
 
 
-def _with_noise(event: Any, noise: float) -> DpEvent:
+def _with_noise(event: Any, noise: float) -> Any:
     """Returns an event with a noise multiplier of 1, with another one."""
     powers = {"noise_multiplier": 1, "noise_std": 1, "noise_variance": 2}
     name = next(name for name in powers if hasattr(event, name))
-    changed: DpEvent = attrs.evolve(event, **{name: noise ** powers[name] * getattr(event, name)})
-    return changed
+    return attrs.evolve(event, **{name: noise ** powers[name] * getattr(event, name)})

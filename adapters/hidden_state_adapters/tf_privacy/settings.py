@@ -23,6 +23,7 @@ from hidden_state_accountants.events.loss_geometry import LossKind
 from hidden_state_accountants.regulariser import regulariser_or_none
 
 AUTO = "auto"
+_SMALLEST = 1.1e-11  # 1e8 times the number whose square is the smallest in float32
 _LARGEST = 1e30
 
 
@@ -123,22 +124,13 @@ class Declared:
         return loss.lipschitz
 
 
-def plain_geometry(geometry: LossGeometry | None) -> dict[str, Any] | None:
-    """The arguments of `LossGeometry` as plain types."""
-    if geometry is None:
-        return None
-    return attrs.asdict(geometry) | {"kind": geometry.kind.value}
-
-
 # Of the run
 
 
 def check_scale(name: str, value: float) -> None:
-    """Raises ValueError unless float32 holds the value (or 0): else clip or noise would vanish."""
-    if value and not 1 / _LARGEST <= value <= _LARGEST:
-        raise ValueError(
-            f"Expected {name} between {1 / _LARGEST:g} and {_LARGEST:g}, got {value!r}."
-        )
+    """Raises ValueError unless float32 holds the value and squares of its size, or it is 0."""
+    if value and not _SMALLEST <= value <= _LARGEST:
+        raise ValueError(f"Expected {name} between {_SMALLEST:g} and {_LARGEST:g}, got {value!r}.")
 
 
 def _clip(value: Any) -> float | str:
@@ -171,7 +163,6 @@ class Settings:
     projection_radius: float | None = _given(validate.real, "projection_radius", above=0)
     loss_geometry: LossGeometry | str | None = _given(_geometry)
     feature_norm: float | None = None
-    weight_bound: float | None = _given(validate.real, "weight_bound", above=0)
     neighboring_relation: NeighboringRelation = _given(
         validate.neighboring_relation, default=NeighboringRelation.REPLACE_SPECIAL
     )
@@ -182,15 +173,14 @@ class Settings:
 
     def __attrs_post_init__(self) -> None:
         # The compiled optimizer may say what is missing; fit finds noise.
-        given = self.l2_norm_clip
-        clip, noise = given if isinstance(given, float) else 1.0, self.noise_multiplier or 0.0
+        clip = 1.0 if self.l2_norm_clip in (None, AUTO) else float(self.l2_norm_clip)
         check_scale("l2_norm_clip", clip)
-        check_scale("l2_norm_clip * noise_multiplier", clip * noise)
+        check_scale("l2_norm_clip * noise_multiplier", clip * (self.noise_multiplier or 0.0))
         if self.max_batch_size is not None and self.order not in OF_RANDOM_SIZE:
             raise UnsupportedRunError(
                 'Expected max_batch_size = None unless batch_order = "poisson", got '
-                f'{self.max_batch_size} with "{self.order.value}": its batches have one '
-                'size. Leave it out, or say batch_order="poisson".'
+                f'{self.max_batch_size} with "{self.order.value}": its batches have one size. '
+                "Leave it out."
             )
         if self.neighboring_relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
             self._check_adding()
@@ -213,20 +203,18 @@ class Settings:
                 f'ADD_OR_REMOVE_ONE: with batch_order="{self.order.value}" {why}. Poisson batches '
                 "have that relation."
             )
-        remedy = "Use REPLACE_SPECIAL, whose figures are the same, where that number is public"
         if self.sampling_rate is None:
             raise UnsupportedRunError(
                 "Expected a constant rate and divisor, got ADD_OR_REMOVE_ONE with those that are "
-                "computed from the number of examples, which is what adding or removing changes. "
-                "Pass sampling_rate= here and batch_size= to fit, constants that do not depend on "
-                f"the examples. {remedy}."
+                "computed from the number of examples, which it hides. Pass sampling_rate= here "
+                "and batch_size= to fit, constants that do not depend on the examples."
             )
         for name in ("max_batch_size", "loss_geometry"):
             if getattr(self, name) is not None:
                 raise UnsupportedRunError(
-                    f"Expected {name} = None, got ADD_OR_REMOVE_ONE: how large Poisson batches "
-                    "become, which epsilon would then depend on, follows from the number of "
-                    f"examples, which is what adding or removing changes. Leave it out. {remedy}."
+                    f"Expected {name} = None, got ADD_OR_REMOVE_ONE: epsilon would depend on the "
+                    "number of examples, which it hides. Use REPLACE_SPECIAL, whose figures are "
+                    "the same, where that number is public."
                 )
 
     @property
@@ -262,15 +250,13 @@ class Settings:
 
     def joined_by(self, optimizer: str, told: Mapping[str, Any]) -> Settings:
         """Returns these, and what an optimizer with noise says in their place."""
-        theirs = Settings(**{name: value for name, value in told.items() if value is not None})
-        said = {name: getattr(theirs, name) for name in told if told[name] is not None}
+        said = {name: value for name, value in told.items() if value is not None}
         for name, value in said.items():
             own = getattr(self, name)
             if own is not None and own != value:
                 raise UnsupportedRunError(
                     f"Expected {name} = {own!r}, as the model was made with, got {value!r} of "
-                    f"{optimizer}. Leave it out of the model; or compile with an optimizer without "
-                    "noise."
+                    f"{optimizer}. Leave it out of the model."
                 )
         return attrs.evolve(self, **said)
 
@@ -287,12 +273,14 @@ class Settings:
 
     def to_plain(self, *names: str) -> dict[str, Any]:
         """Returns the arguments of these names, or all, as plain types."""
-        geometry = self.loss_geometry
+        geometry: Any = self.loss_geometry
+        if isinstance(geometry, LossGeometry):
+            geometry = attrs.asdict(geometry) | {"kind": geometry.kind.value}
         plain = {
             **attrs.asdict(self, recurse=False),
             "prox": self.prox and attrs.asdict(self.prox),
             "batch_order": self.batch_order and self.batch_order.value,
             "neighboring_relation": self.neighboring_relation.name,
-            "loss_geometry": geometry if isinstance(geometry, str) else plain_geometry(geometry),
+            "loss_geometry": geometry,
         }
         return {name: plain[name] for name in names or plain}

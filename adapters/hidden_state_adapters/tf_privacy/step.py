@@ -25,11 +25,8 @@ from hidden_state_accountants.regulariser import ProxOperations, group_axes
 from hidden_state_accountants.runs.run import SLACK
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
-from hidden_state_adapters.tf_privacy.replicas import copies, together
+from hidden_state_adapters.tf_privacy.trained_part import PRECISIONS
 
-# 1e8 times the number whose square is the smallest in float32: what is lost then cannot matter.
-_SMALLEST_CLIP = 1.1e-11
-_PRECISIONS = (tf.float32, tf.float64)
 _INFINITE = np.float64(math.inf)
 _PLAIN: Mapping[str, Any] = {
     "momentum": 0.0,
@@ -60,7 +57,7 @@ class StepEntry:
         rows: Number of records in the batch.
         learning_rate: Learning rate that the step used.
         largest_norm: Norm of the longest gradient before clipping.
-        problem: Reason why the next step was refused; "" if none was.
+        problem: Reason why the step ends the run; "" if it does not.
     """
 
     steps: int = 0
@@ -83,9 +80,6 @@ class PrivateStep:
         divisor: Constant divisor of the noisy sum; None to divide by the number of rows.
         kept: Other variables that nobody else may write: moments.
         blocks: Lists of the variables that move in turn; one by default.
-
-    Raises:
-        UnsupportedRunError: Squares of gradients as short as C underflow.
     """
 
     def __init__(
@@ -99,19 +93,10 @@ class PrivateStep:
         kept: Sequence[Any] = (),
         blocks: Sequence[Sequence[Any]] = (),
     ):
-        self._dtype = variables[0].dtype.base_dtype
-        if self._dtype == tf.float32 and clip < _SMALLEST_CLIP:
-            raise UnsupportedRunError(
-                f"Expected l2_norm_clip >= {_SMALLEST_CLIP:g} in float32, got {clip:g}: squares of "
-                "shorter gradients underflow, and they are not clipped. Scale the loss up, or "
-                "train in float64."
-            )
-        self.rule, self.clip, self.noise_multiplier, self.divisor = (
-            rule, clip, noise_multiplier, divisor,
-        )  # fmt: skip
+        self.rule, self.clip, self.divisor = rule, clip, divisor
+        self.noise_multiplier, self.norm_bound = noise_multiplier, math.inf
         self.variables, self._kept = list(variables), list(kept)
         self.blocks = tuple(blocks) or (tuple(variables),)
-        self.norm_bound = math.inf
         # Philox makes its numbers of a key and a counter that only moves ahead, and both begin
         # where the operating system says: tf.random.set_seed does not touch it.
         with tf.init_scope():  # outside of checkpoints, which would repeat its numbers
@@ -152,11 +137,11 @@ class PrivateStep:
                 self.rule.move(block, along, rate)
                 return tf.where(is_finite, tf.maximum(longest, norm), _INFINITE), same
 
-            longest, same = together(act, *self.sums(found[-1], rows), rows)
+            longest, same = _together(act, *self.sums(found[-1], rows), rows)
         assert same is not None
         return found[0], longest, same
 
-    def is_fine(self, longest: tf.Tensor) -> tf.Tensor:
+    def is_fine(self, longest: Any) -> tf.Tensor:
         """Returns whether no gradient is longer than the bound, and all are finite."""
         limit = min(self.norm_bound * (1 + SLACK), float(np.finfo(float).max))
         return longest <= tf.constant(limit, tf.float64)
@@ -171,8 +156,14 @@ class PrivateStep:
         norms = of_examples(found.norms)
         lengths = tf.where(tf.math.is_finite(norms), norms, _INFINITE)
         largest = tf.maximum(tf.reduce_max(lengths), tf.zeros([], tf.float64))  # of no rows, too
-        factors = self.rule.factors(norms, self.clip, self._dtype)
+        factors = self.rule.factors(norms, self.clip, self.variables[0].dtype.base_dtype)
         return [found.weighted_sum(of_examples(part)) for part in factors], largest
+
+    def direction(self, sums: Sequence[Any], rows: tf.Tensor) -> tuple[list[Any], Any]:
+        """Returns the tensors that the rule moves along, and whether what it keeps is finite."""
+        divisor = tf.cast(rows if self.divisor is None else self.divisor, tf.float64)
+        means = [part / tf.cast(divisor, part.dtype) for part in self._with_noise(sums[0])]
+        return self.rule.direction(means, sums[1:], divisor)
 
     def _with_noise(self, sums: Sequence[Any]) -> list[Any]:
         scale = self.noise_multiplier * self.clip
@@ -181,29 +172,23 @@ class PrivateStep:
         noise = [self._generator.normal(tf.shape(s), stddev=scale, dtype=s.dtype) for s in sums]
         return [s + n for s, n in zip(sums, noise, strict=True)]
 
-    def direction(self, sums: Sequence[Any], rows: tf.Tensor) -> tuple[list[Any], Any]:
-        """Returns the tensors that the rule moves along, and whether what it keeps is finite."""
-        divisor = tf.cast(rows if self.divisor is None else self.divisor, tf.float64)
-        means = [part / tf.cast(divisor, part.dtype) for part in self._with_noise(sums[0])]
-        return self.rule.direction(means, sums[1:], divisor)
-
     # What only the steps may write
 
     def values(self) -> list[tf.Tensor]:
-        """The values of the variables, of all replicas, and of what the rule keeps."""
-        return [v.read_value() for v in copies([*self.variables, *self._kept])]
+        """Returns the values of the variables, of all replicas, and of what the rule keeps."""
+        return [v.read_value() for v in _copies([*self.variables, *self._kept])]
 
     def is_left(self, left: Sequence[Any], variables: Sequence[Any] | None = None) -> tf.Tensor:
         """Returns whether variables, if not those of before, have the `values` of a step."""
-        now = copies([*(self.variables if variables is None else variables), *self._kept])
+        now = _copies([*(self.variables if variables is None else variables), *self._kept])
         if [v.shape for v in now] != [value.shape for value in left]:
             return tf.constant(False)
         return _are_same(zip(now, left, strict=True))
 
     def has_left(self, left: Sequence[Any], variable: Any) -> tf.Tensor:
         """Returns whether one of the variables has the value that a step left."""
-        own = {id(copy) for copy in copies([variable])}
-        pairs = zip(copies([*self.variables, *self._kept]), left, strict=True)
+        own = {id(copy) for copy in _copies([variable])}
+        pairs = zip(_copies([*self.variables, *self._kept]), left, strict=True)
         return _are_same((now, value) for now, value in pairs if id(now) in own)
 
 
@@ -215,6 +200,31 @@ def _are_same(pairs: Iterable[tuple[Any, Any]]) -> tf.Tensor:
 def _bits(value: Any) -> tf.Tensor:
     tensor = tf.convert_to_tensor(value)
     return tf.bitcast(tensor, tf.int32 if tensor.dtype == tf.float32 else tf.int64)
+
+
+def _copies(variables: Sequence[Any]) -> list[Any]:
+    """Returns the variables of all replicas, in place of each that is mirrored."""
+    mirrored = tf.distribute.DistributedValues
+    return [copy for v in variables for copy in (v.values if isinstance(v, mirrored) else [v])]
+
+
+def _together(act: Callable[..., Any], sums: Any, largest: tf.Tensor, rows: tf.Tensor) -> Any:
+    """Calls a function with what all replicas have found; without a strategy with what is given.
+
+    Sums over the examples and rows are added up, of the longest gradient the largest is taken.
+    Variables that the function assigns are assigned in all replicas.
+    """
+    if not tf.distribute.has_strategy():
+        return act(sums, largest, rows)
+
+    def merged(strategy: Any, sums: Any, largest: Any, rows: Any) -> Any:
+        def total(part: Any) -> tf.Tensor:
+            return tf.add_n(strategy.experimental_local_results(part))
+
+        longest = tf.stack(strategy.experimental_local_results(largest))
+        return act(tf.nest.map_structure(total, sums), tf.reduce_max(longest), total(rows))
+
+    return tf.distribute.get_replica_context().merge_call(merged, args=(sums, largest, rows))
 
 
 # Rules
@@ -272,7 +282,7 @@ class PlainSGD:
                 new = self._prox.prox(new, step, TENSORFLOW_PROX)
             variable.assign(new)
         if self._radius is not None:
-            project(variables, self._radius)
+            _project(variables, self._radius)
 
 
 class AnyOptimizer(PlainSGD):
@@ -287,7 +297,7 @@ class AnyOptimizer(PlainSGD):
         self._apply(along, variables)
 
 
-def project(variables: Sequence[Any], radius: float) -> None:
+def _project(variables: Sequence[Any], radius: float) -> None:
     """Projects the variables together on the ball around 0, in place.
 
     The radius is lowered by two units of rounding, so that the result lies inside the ball.
@@ -299,20 +309,8 @@ def project(variables: Sequence[Any], radius: float) -> None:
         variable.assign(variable.read_value() * tf.cast(factor, variable.dtype.base_dtype))
 
 
-def check_within(variables: Sequence[Any], radius: float | None) -> None:
-    """Raises UnsupportedRunError for initial variables outside of the ball, if there is one."""
-    if radius is None:
-        return
-    norm = float(joint_norm(variables))
-    if not norm <= radius * (1 + SLACK):
-        raise UnsupportedRunError(
-            f"Expected initial variables within projection_radius = {radius:g} of 0, got norm "
-            f"{norm:g}. Initialise smaller, or raise the radius."
-        )
-
-
 def joint_norm(parts: Sequence[Any]) -> tf.Tensor:
-    """The L2 norm of all parts as one vector, in float64 (0-dim), without over- or underflow."""
+    """Returns the L2 norm of all parts as one vector, in float64, without over- or underflow."""
     doubles = [tf.cast(part, tf.float64) for part in parts]
     unit = tf.ones([], tf.float64)  # squares of float32 numbers are within float64
     if any(part.dtype.base_dtype == tf.float64 for part in parts):
@@ -322,30 +320,7 @@ def joint_norm(parts: Sequence[Any]) -> tf.Tensor:
     return unit * tf.sqrt(tf.add_n([tf.reduce_sum(tf.square(part)) for part in doubles]))
 
 
-# Optimizers of Keras, and variables
-
-
-def refuse_noise(optimizer: Any) -> None:
-    """Raises UnsupportedRunError if an optimizer would clip and add noise a second time."""
-    kinds = type(optimizer).__mro__
-    is_theirs = any(kind.__module__.startswith("tensorflow_privacy.") for kind in kinds)
-    if hasattr(optimizer, "for_model"):
-        what = f"{type(optimizer).__name__} within another rule, or after compile"
-        remedy = "Pass it to compile alone; or "
-    elif is_theirs or hasattr(optimizer, "_dp_sum_query"):
-        what = f"one of TensorFlow Privacy, {type(optimizer).__name__}"
-        remedy = (
-            "Pass CyclicDPKerasSGDOptimizer(...) with the same arguments, which leaves both to the "
-            "model; or "
-        )
-    else:
-        return
-    raise UnsupportedRunError(
-        f"Expected an optimizer without noise in compile, got {what}: the model clips and adds the "
-        f"noise itself, and noise would be added twice. {remedy}tf.keras.optimizers.SGD(...), "
-        "within DiceUpdate(...) or BlockCoordinateUpdate(...) for those, and l2_norm_clip and "
-        "noise_multiplier to the model."
-    )
+# Optimizers of Keras
 
 
 class Update:
@@ -357,45 +332,21 @@ class Update:
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]):
-        if not keras_api.is_optimizer(optimizer):
+        scales = isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer)
+        if scales or not keras_api.is_optimizer(optimizer):
             raise UnsupportedRunError(
-                f"Expected an optimizer of Keras in compile, got {type(optimizer).__name__}."
-            )
-        if isinstance(optimizer, tf.keras.mixed_precision.LossScaleOptimizer):
-            raise UnsupportedRunError(
-                "Expected a full-precision policy, got loss scaling (mixed_float16): clip and "
-                "noise would act on the scaled gradient. Train in float32 or float64."
-            )
-        if getattr(optimizer, "loss_scale_factor", None) is not None:
-            raise UnsupportedRunError(
-                f"Expected loss_scale_factor = None, got {optimizer.loss_scale_factor}: the "
-                "optimizer would divide the noisy gradients by it, of losses that were not scaled. "
-                "Leave it out."
+                "Expected an optimizer of Keras without loss scaling in compile, got "
+                f"{type(optimizer).__name__}. Train in float32 or float64."
             )
         self.optimizer = optimizer
         keras_api.build_optimizer(optimizer, variables)
-        self.options = self._options()
+        self._options = _options(optimizer)
+        self.why_not_plain = _not_neutral(self._options)
         is_sgd = keras_api.is_sgd(optimizer) or getattr(optimizer, "is_private_sgd", False)
-        self.is_plain_sgd = is_sgd and self.why_not_plain == ""
+        self.is_plain_sgd = is_sgd and not self.why_not_plain
+        self.weight_decay = float(self._options["weight_decay"] or 0.0)
         state = keras_api.state_of(optimizer)
-        self.slots = [v for v in state if v.dtype.base_dtype in _PRECISIONS]
-
-    def _options(self) -> dict[str, Any]:
-        own = self.optimizer
-        options = {name: getattr(own, name, None) for name in _PLAIN}
-        options["use_ema"] = getattr(own, "use_ema", False)
-        options["weight_decay"] = getattr(own, "weight_decay", None)
-        return {**options, **keras_api.update_options(own)}
-
-    @property
-    def why_not_plain(self) -> str:
-        """The first option that makes it another rule than plain SGD, or ""."""
-        for name, value in self.options.items():
-            neutral = _PLAIN.get(name)
-            if name == "weight_decay" or value == neutral or not value:
-                continue
-            return f"{name} = {value!r}"
-        return ""
+        self.slots = [v for v in state if v.dtype.base_dtype in PRECISIONS]
 
     @property
     def name(self) -> str:
@@ -409,25 +360,20 @@ class Update:
         return keras_api.given_rate(self.optimizer)
 
     @property
-    def weight_decay(self) -> float:
-        """Decoupled, of plain SGD; 0 for none."""
-        return float(self.options["weight_decay"] or 0.0)
-
-    @property
     def iterations(self) -> Any:
         """The count of Keras."""
         return keras_api.iterations_of(self.optimizer)
 
     def rate(self) -> tf.Tensor:
-        """The learning rate of the next update."""
+        """Returns the learning rate of the next update."""
         return keras_api.rate_of(self.optimizer)
 
     def check_options(self) -> None:
         """Raises UnsupportedRunError if an option was changed since the run began."""
-        for name, value in self._options().items():
-            if value != self.options[name]:
+        for name, value in _options(self.optimizer).items():
+            if value != self._options[name]:
                 raise UnsupportedRunError(
-                    f"Expected {name} = {self.options[name]!r}, as when the run began, got "
+                    f"Expected {name} = {self._options[name]!r}, as when the run began, got "
                     f"{value!r}: the event has one update rule. Compile again for another run."
                 )
 
@@ -445,34 +391,16 @@ class Update:
             keras_api.note_update(self.optimizer)
 
 
-def check_variables(variables: Sequence[Any]) -> None:
-    """Refuses variables of low or mixed precision, with constraints, or none at all."""
-    if not variables:
-        raise UnsupportedRunError("Expected trainable variables, got none.")
-    for variable in variables:
-        if hasattr(variable, "true_dtype"):  # Keras' AutoCastVariable
-            raise UnsupportedRunError(
-                f"Expected {variable.name} to be used in its own precision, got a mixed-precision "
-                "policy: coarse rounding makes the update expand small distances. Train with the "
-                'policy "float32" or "float64".'
-            )
-        if variable.dtype.base_dtype not in _PRECISIONS:
-            raise UnsupportedRunError(
-                f"Expected {variable.name} in float32 or float64, got {variable.dtype.name}: "
-                "coarse rounding makes the update expand small distances."
-            )
-    check_constraints(variables)
-    if len({variable.dtype.base_dtype for variable in variables}) > 1:
-        raise UnsupportedRunError(
-            "Expected trainable variables of one precision, got float32 and float64."
-        )
+def _options(optimizer: Any) -> dict[str, Any]:
+    options = {name: getattr(optimizer, name, None) for name in _PLAIN}
+    options["use_ema"] = getattr(optimizer, "use_ema", False)
+    options["weight_decay"] = getattr(optimizer, "weight_decay", None)
+    return {**options, **keras_api.update_options(optimizer)}
 
 
-def check_constraints(variables: Sequence[Any]) -> None:
-    """Refuses variables that an optimizer of Keras maps to something else after every update."""
-    for variable in variables:
-        if getattr(variable, "constraint", None) is not None:
-            raise UnsupportedRunError(
-                f"Expected {variable.name} without a constraint, got {variable.constraint!r}: it "
-                "is no part of the event. Use projection_radius."
-            )
+def _not_neutral(options: Mapping[str, Any]) -> str:
+    """Returns the first option that makes an update another one than that of plain SGD, or ""."""
+    for name, value in options.items():
+        if value and name != "weight_decay" and value != _PLAIN.get(name):
+            return f"{name} = {value!r}"
+    return ""
