@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 from opacus import PrivacyEngine
-from opacus_dice import CLIP, ERROR_CLIP, RATE
+from opacus_dice_engine import CLIP, ERROR_CLIP, RATE
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -91,7 +91,7 @@ def make_run(make_loader):
             **({} if "poisson_sampling" in kwargs else {"batch_order": "cyclic"}),
             **kwargs,
         }
-        if arguments.get("loss_geometry", "auto") is None:
+        if arguments.get("loss_geometry", "auto") != "auto":
             arguments.pop("feature_norm", None)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Opacus: secure mode is off

@@ -75,7 +75,7 @@ CAUSES = [
     (batch_size_of_the_tutorials, "divides the 60 records, got 16.*drop_last=True.*\"poisson\" .*"
      "\"without_replacement\", which take any"),
     (reshuffled_batches_of_any_size, "reshuffled batches must all .*\"without_replacement\""),
-    (accumulation, "gradient accumulation.*raise the batch_size.*BatchMemoryManager"),
+    (accumulation, "raise the batch_size.*BatchMemoryManager"),
     (empty_batches_left_out, "an empty batch is a step, too"),
     (weights_loaded_late, "step 1: .*Load public weights before make_private"),
     (one_cycle, "Expected momentum = 0, got 0.95: .*OneCycleLR .*cycle_momentum=False"),

@@ -148,8 +148,6 @@ OTHER = {
     "loss": {"model": nn.Linear(5, 3, bias=False)},
     "domain_diameter": {"after": BallProjection(5.0)},
     "max_batch_size": {},
-    "feature_norm": {"loss_geometry": hsa.LossGeometry.softmax_cross_entropy(1.0, bias=True),
-                     "feature_norm": 1.1},
     "criterion": {"criterion": nn.CrossEntropyLoss(label_smoothing=0.1)},
     "order_of_the_records": {"loader": {"sampler": list(reversed(range(60)))}},
     "has_seed": {"batch_order": Batches("shuffled_once", seed=3)},

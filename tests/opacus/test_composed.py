@@ -97,10 +97,7 @@ def test_momentum_that_a_scheduler_sets(make):
     ("arguments", "asked"),
     [
         ({"loss_geometry": "auto", "feature_norm": 1.0}, "criterion, feature_norm"),
-        (
-            {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": 1.0},
-            "loss_geometry, feature_norm",
-        ),
+        ({"loss_geometry": LossGeometry.convex(1.0)}, "loss_geometry"),
         ({"after": BallProjection(5.0)}, "after"),
         ({"schedule": 0.01}, "schedule"),
     ],
@@ -272,7 +269,7 @@ def test_clip_norms_of_layers_do_not_change(make, own):
     if own:
         runs[0].optimizer.max_grad_norms[0] = 100.0
         with pytest.raises(
-            hsa.UnsupportedRunError, match=r"uses max_grad_norms = \(100\.0, 4\.0\)"
+            hsa.UnsupportedRunError, match=r"uses norms_of_layers = \(100\.0, 4\.0\)"
         ):
             runs[0].epoch()
     else:

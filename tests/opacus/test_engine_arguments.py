@@ -101,11 +101,7 @@ def test_equal_groups_and_frozen_parameters_are_fine(make_run):
         ({"grad_sample_mode": "no_op"}, hsa.UnsupportedRunError, 'Use "functorch"'),
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
         ({"after": BallProjection(0.1)}, hsa.UnsupportedRunError, "inside the ball"),
-        (
-            {"loss_geometry": LossGeometry.convex(1.0), "feature_norm": -1.0},
-            ValueError,
-            "feature_norm > 0",
-        ),
+        ({"loss_geometry": "auto", "feature_norm": -1.0}, ValueError, "feature_norm > 0"),
         ({"max_grad_norm": [1.0, 1.0]}, hsa.UnsupportedRunError, "a list clips every layer"),
         ({"max_grad_norm": 0.0}, ValueError, "clip_norm > 0"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier >= 0"),
@@ -192,5 +188,5 @@ def test_calls_that_opacus_takes():
         grad_sample_mode="ghost",
         epsilon_tolerance=0.001,
     )
-    assert isinstance(criterion, nn.CrossEntropyLoss)
+    assert isinstance(criterion.criterion, nn.CrossEntropyLoss)
     assert 0 < optimizer.noise_multiplier < math.inf

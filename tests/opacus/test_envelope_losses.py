@@ -262,7 +262,7 @@ def test_a_gradient_that_is_longer_than_its_bound_is_noticed():
     criterion = EnvelopeCrossEntropyLoss(CLIP)
     declared = EnvelopeCrossEntropyLoss(CLIP / 2).geometry(1.0, bias=True)
     _, *run = make_private(
-        "hooks", criterion=criterion, loss_geometry=declared, feature_norm=1.0, max_grad_norm=1.0
+        "hooks", criterion=criterion, loss_geometry=declared, feature_norm=None, max_grad_norm=1.0
     )
     with pytest.raises(hsa.UnsupportedRunError, match="per-example gradient of norm"):
         train(*run, epochs=1)

@@ -106,7 +106,7 @@ RAISES = [
     (
         1,
         gradient_accumulation,
-        "gradients of 2 batches, expected 1: gradient accumulation.*Memory",
+        "gradients of 2 batches, expected 1.*Memory",
         0,
     ),
     (1, two_passes_in_one_step, "step 1 got the gradients of 2 batches", 0),

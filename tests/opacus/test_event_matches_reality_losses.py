@@ -167,10 +167,10 @@ RAISES = [
     (4, hook_on_the_output(lambda gradient: 0.9 * gradient), "0.9 times as long: .*a hook", 0),
     (4, hook_on_the_output(lambda gradient: gradient.mul_(0.9)), "0.9 times as long: .*a hook", 0),
     (4, targets_from_the_output, "step 1: .*other targets than those of the batch", 0),
-    (9, penalty_in_the_loss, "step 1: .*: a penalty in the loss", 0),
+    (9, penalty_in_the_loss, "step 1: .*.*a penalty in the loss", 0),
     (5, features_too_long, "step 1 used features of norm 1.001", 0),
     (5, not_a_number, "step 1 used features of norm nan", 0),
-    (150, features_that_a_hook_lengthens, "step 1 used features of norm 1.2", 0),
+    (150, features_that_a_hook_lengthens, "step 1: what went into the model", 0),
 ]
 
 
@@ -303,12 +303,12 @@ def test_batch_norm_only_evaluates(make_run):
 
 def test_state_that_training_writes_is_noticed(make_run):
     run = make_run(model=WithState(RunningMean()), **WITH_STATE)
-    with pytest.raises(hsa.UnsupportedRunError, match=r"the model mixes the records|A buffer of"):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"model mixes|buffer or frozen"):
         run.epoch()
     run = make_run(model=WithState(RunningMean().eval()), **WITH_STATE)
     run.epoch()
     run.plain_model.state.mean += 1.0
-    with pytest.raises(hsa.UnsupportedRunError, match="A buffer of the module was changed"):
+    with pytest.raises(hsa.UnsupportedRunError, match="buffer or frozen parameter"):
         run.engine.get_epsilon(DELTA)
 
 
@@ -344,5 +344,5 @@ class WritesUncounted(nn.Module):
 def test_state_that_is_written_past_all_counts_is_noticed_before_epsilon(make_run):
     run = make_run(model=WithState(WritesUncounted()), **WITH_STATE)
     run.epoch()
-    with pytest.raises(hsa.UnsupportedRunError, match="A buffer of the module was changed"):
+    with pytest.raises(hsa.UnsupportedRunError, match="buffer or frozen parameter"):
         run.engine.get_epsilon(1e-5)

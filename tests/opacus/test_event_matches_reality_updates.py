@@ -146,7 +146,7 @@ RAISES = [
     (2, more_steps_than_declared, "Expected num_steps = 6 steps", 6),
     (3, second_group_without_decay, "weight_decay = 0.1 in group 0 and 0.0 in group 1", 0),
     (11, pre_step_and_base_step, "got a call of pre_step", 0),
-    (14, hook_of_another_accountant, "step 1 has a step_hook", 0),
+    (14, hook_of_another_accountant, "step 1 uses step_hook", 0),
     (14, hook_on_all_optimizers, "Expected no step hooks for all optimizers", 0),
     (14, step_recorded_twice, "took 6 steps, but 7 are recorded", 7),
     (14, no_noise_for_a_piece, "step 1 clips to 2.1 and then uses 3.1", 0),

@@ -67,7 +67,7 @@ def test_a_penalty_on_the_weights_is_refused(loss):
     """It is in no norm, but in the sum, times the clip factors of all records together."""
     inner, model, _, criterion, loader = private(HiddenStatePrivacyEngine(), batch_order="cyclic")
     features, labels = next(iter(loader))
-    with pytest.raises(hsa.UnsupportedRunError, match="a penalty in the loss"):
+    with pytest.raises(hsa.UnsupportedRunError, match="a penalty, another use"):
         loss(criterion(model(features), labels), inner[0].weight).backward()
 
 

@@ -11,7 +11,6 @@ import torch
 from opacus.layers import DPMultiheadAttention
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -108,13 +107,6 @@ def evaluated_into_the_clipped_sum():
         functional.cross_entropy(model.eval()(x), y).backward()
 
 
-def twice_in_ghost_clipping():
-    _, model, optimizer, _, loader = private(network(), grad_sample_mode="ghost")
-    for x, _ in loader:
-        optimizer.zero_grad()
-        model(x), model(x)
-
-
 def in_place_at_several_positions(**mode):
     module = nn.Sequential(
         nn.Linear(8, 6), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(30, CLASSES)
@@ -136,27 +128,6 @@ class OnceInPlace(nn.Module):
 
 def in_place_in_ghost_clipping():
     train(private(OnceInPlace(), vectors(5, 8), grad_sample_mode="ghost"))
-
-
-def bags(**mode):
-    train(private(nn.Sequential(nn.EmbeddingBag(WORDS, 6), nn.Linear(6, CLASSES)), words(), **mode))
-
-
-def bags_in_functorch():
-    bags(grad_sample_mode="functorch")
-
-
-def pruned_before():
-    module = network()
-    prune.l1_unstructured(module[0], "weight", 0.5)
-    private(module)
-
-
-def pruned_in_between():
-    run = private(network())
-    train(run)
-    prune.l1_unstructured(run[1]._module[0], "weight", 0.5)
-    train(run)
 
 
 class Positions(nn.Module):
@@ -206,17 +177,6 @@ def no_gradients_of_records():
     private(network(), grad_sample_mode="no_op")
 
 
-def targets_of_another_shape():
-    module = nn.Linear(8, 1, bias=False)
-    records = functional.normalize(vectors(8))
-    known = {"criterion": nn.MSELoss(), "feature_norm": 1.0}
-    _, model, optimizer, _, loader = private(module, records, **known)
-    for x, y in loader:
-        optimizer.zero_grad()
-        functional.mse_loss(model(x), y.float()).backward()
-        optimizer.step()
-
-
 def several_optimizers():
     module = network()
     HiddenStatePrivacyEngine().make_private(
@@ -255,28 +215,22 @@ def other_weights():
 
 REFUSALS = [
     (other_weights, "weights of Linear '0'.*functional_call.* Call the model itself"),
-    (two_backward_passes, r"a second one at Linear 'body'.*\(first \+ second\).backward\(\)"),
-    (gradient_penalty, "gradient penalty needs second derivatives.* Leave it out"),
+    (two_backward_passes, r"a second one .* at Linear 'body'.*\(first \+ second\).backward\(\)"),
+    (gradient_penalty, "create_graph=True, a gradient penalty"),
     (train_forgotten, r"Call the private model in train\(\) mode"),
     (eval_in_ghost_clipping, r"eval\(\) mode with .*ghost.*Call model.train\(\)"),
     (evaluated_into_the_clipped_sum, r"join the clipped sum.*grad_sample_mode=\"hooks\""),
-    (twice_in_ghost_clipping, "Linear '0' once in a pass, got it twice.*Use .*hooks"),
-    (in_place_at_several_positions, "changed in place: use inplace=False"),
-    (in_place_in_ghost_clipping, "changed in place: use inplace=False"),
-    (bags, r"EmbeddingBag '0'.*\(input, offsets\).*Use nn.Embedding"),
-    (bags_in_functorch, 'EmbeddingBag needs grad_sample_mode="hooks"'),
-    (pruned_before, "torch.nn.utils.prune.remove"),
-    (pruned_in_between, "Linear '0'.*Prune after the last step"),
+    (in_place_at_several_positions, "in-place changes of an output"),
+    (in_place_in_ghost_clipping, "use inplace=False"),
     (
         positions_for_all_records,
         r"positions.weight .*one for the whole.*expand\(len\(x\), -1",
     ),
-    (the_sequence_comes_first, "attention.qlinear.weight.*the sequence.*batch_first=True"),
-    (a_sequence_as_long_as_the_batch, "step 1: .*attention.qlinear.*the sequence.*batch_first"),
-    (a_sequence_in_functorch, "step 1: .*attention.qlinear.*the sequence.*batch_first"),
-    (a_sequence_in_ghost_clipping, "step 1: .*attention.qlinear.*the sequence.*batch_first"),
+    (the_sequence_comes_first, "attention.qlinear.weight.*batch_first=True"),
+    (a_sequence_as_long_as_the_batch, "step 1: .*attention.qlinear.*batch_first"),
+    (a_sequence_in_functorch, "step 1: .*attention.qlinear.*batch_first"),
+    (a_sequence_in_ghost_clipping, "step 1: .*attention.qlinear.*batch_first"),
     (no_gradients_of_records, 'Use "functorch"'),
-    (targets_of_another_shape, r"\(b, 1\) .*\(b,\) .*\(b, b\)\. Use target.unsqueeze\(1\)"),
     (several_optimizers, "one optimizer, got 2.*a parameter group for each"),
     (a_known_loss_of_a_network, "^criterion= and feature_norm= need a model"),
     (a_known_loss_with_adam, "leave out criterion, feature_norm"),

@@ -293,16 +293,13 @@ def test_labels_that_the_loop_maps(make):
 
 
 @pytest.mark.parametrize("criterion", [nn.CrossEntropyLoss(), EnvelopeCrossEntropyLoss(2.0)])
-@pytest.mark.parametrize("is_label_first", [False, True])
-def test_features_that_could_be_targets(make_run, criterion, is_label_first):
+def test_the_targets_are_the_last_tensor_that_may_be_some(make_run, criterion):
     """As many features as outputs: a batch has two tensors of the form of probabilities."""
     features = F.normalize(torch.randn(60, 3), dim=1)
-    tensors = features, labels_of("classes")
-    data = TensorDataset(*(tensors[::-1] if is_label_first else tensors))
+    data = TensorDataset(features, labels_of("classes"))
     arguments = {"loader": {"dataset": data}, "criterion": criterion, "max_grad_norm": 2.1}
     run = make_run(model=nn.Linear(3, 3), **arguments)
-    for batch in run.loader:
-        features, labels = batch[::-1] if is_label_first else batch
+    for features, labels in run.loader:
         run.optimizer.zero_grad()
         criterion(run.model(features), labels).backward()
         run.optimizer.step()

@@ -160,7 +160,7 @@ def test_another_generator_is_refused(make):
     run = make()
     run.epoch()
     run.optimizer.generator = torch.Generator()
-    with pytest.raises(hsa.UnsupportedRunError, match="another noise generator"):
+    with pytest.raises(hsa.UnsupportedRunError, match="another generator"):
         run.epoch()
 
 

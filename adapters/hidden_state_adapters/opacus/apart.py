@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, default_collate
 
 from hidden_state_adapters.batch_plans import BatchPlan
-from hidden_state_adapters.opacus.gradients import Piece
 from hidden_state_adapters.opacus.loader import plain_collate, tensors_of
 from hidden_state_adapters.opacus.precision import is_half
 
@@ -269,9 +268,9 @@ class Collated:
         self._plan, self._dataset, self._collate = plan, loader.dataset, plain_collate(loader)
         self.is_custom = self._collate is not default_collate
 
-    def versions(self, call: Call, piece: Piece) -> Sequence[Version]:
-        """Returns calls with each half of the records of a piece, and with the shortest one of them
-        twice.
+    def versions(self, call: Call, step: int, rows: int) -> Sequence[Version]:
+        """Returns calls with each half of the first records of a step's batch, and with the
+        shortest one of them twice.
 
         Both halves may hold a record of the largest length, and be padded alike. None are made
         where the loop made tensors of its own.
@@ -280,29 +279,29 @@ class Collated:
             return []
         try:
             with random_numbers_as_before():
-                indices = self._plan.own_batch(piece.step - 1)[: piece.rows]
-                records = [self._dataset[i] for i in indices]
+                records = self._records(step, rows)
                 sizes = [sum(x.numel() for x in self._tensors([one, one])) for one in records]
                 shortest = sizes.index(min(sizes))
-                chosen = [*halves(piece.rows), [shortest, shortest]]
+                chosen = [*halves(rows), [shortest, shortest]]
                 whole, *parts = (
-                    self._tensors([records[i] for i in some])
-                    for some in (range(piece.rows), *chosen)
+                    self._tensors([records[i] for i in some]) for some in (range(rows), *chosen)
                 )
                 _replaced(call, whole, whole)
         except Exception:  # whatever data set or collate_fn may raise, or other tensors
             return []
-        kept = [*halves(piece.rows), range(shortest, shortest + 1)]
+        kept = [*halves(rows), range(shortest, shortest + 1)]
         return [
             (functools.partial(_replaced, call, whole, part), len(some), own)
             for part, some, own in zip(parts, chosen, kept, strict=True)
         ]
 
-    def tensors(self, piece: Piece) -> list[torch.Tensor]:
-        """Returns what the loader deals of a piece, the first records of their batch."""
+    def tensors(self, step: int, rows: int) -> list[torch.Tensor]:
+        """Returns what the loader deals of the first records of a step's batch."""
         with random_numbers_as_before():
-            indices = self._plan.own_batch(piece.step - 1)[: piece.rows]
-            return self._tensors([self._dataset[i] for i in indices])
+            return self._tensors(self._records(step, rows))
+
+    def _records(self, step: int, rows: int) -> list[Any]:
+        return [self._dataset[i] for i in self._plan.own_batch(step - 1)[:rows]]
 
     def _tensors(self, records: Sequence[Any]) -> list[torch.Tensor]:
         return list(tensors_of(self._collate(records)))

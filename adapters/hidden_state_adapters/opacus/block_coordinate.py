@@ -96,6 +96,7 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         "after": "DP-MBCD has l1, l2 and nonnegative for it",
         "schedule": "the bound on DP-MBCD is about a constant step size",
     }
+    constants = ("max_grad_norm", "lr", *PrivateOptimizer.constants)
     constant = "the bound on DP-MBCD is about constant values. (noise_multiplier may change.)"
     checked = (
         "plain SGD with constant step size, clip norm and prox; the clip exactly min(1, C/|v|) v "
@@ -108,8 +109,13 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         self._blocks = _blocks_of(self.original_optimizer)
         options: BlockCoordinate = self.declared.arguments.mechanism
         low = 0.0 if options.nonnegative else -math.inf
-        self._regulariser = Regulariser(l1=options.l1, l2=options.l2, low=low)
-        self._noise_multiplier = 0.0  # of the current step
+        self._prox = RegulariserProx(Regulariser(l1=options.l1, l2=options.l2, low=low))
+        self._noise_of_the_step = 0.0
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the wrapped optimizer."""
+        return _learning_rate(self.original_optimizer)
 
     # Before there is an optimizer
 
@@ -163,19 +169,11 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         """Returns the constant step size."""
         return _learning_rate(declared.optimizer) * declared.scale, 0.0
 
-    # What stays the same
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of the algorithm but the noise."""
-        own = {"max_grad_norm": self.max_grad_norm, "lr": _learning_rate(self.original_optimizer)}
-        return {**own, **super().settings}
+    # Its part of a step
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless it is plain SGD without decay."""
         _learning_rate(optimizer)
-
-    # Its part of a step
 
     @property
     def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
@@ -183,13 +181,9 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         return self._blocks
 
     def clip_and_accumulate(self) -> None:
-        """Takes the sum of the block's clipped gradients; all other gradients are forgotten."""
+        """Takes the sum of the block's gradients, clipped exactly."""
         piece = self._same_clip_norm()
-        for p in self.trained:
-            p.summed_grad = None  # type: ignore[attr-defined]
         piece.add_sums(clip_factors(piece.norms, float(self.max_grad_norm)))
-        for p in self.trained:
-            p.grad = None  # the wrapped optimizer moves what has a gradient
 
     def add_noise(self) -> None:
         """Adds noise as Opacus does.
@@ -197,14 +191,14 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         Raises:
             UnsupportedRunError: The blocks of a step get different noise.
         """
-        piece, noise = self._same_clip_norm(), float(self.noise_multiplier)
-        if piece.block and noise != self._noise_multiplier:
+        block, noise = self._piece.block, float(self.noise_multiplier)
+        if block and noise != self._noise_of_the_step:
             raise UnsupportedRunError(
-                f"step {piece.step} uses noise_multiplier = {noise:g}, expected "
-                f"{self._noise_multiplier:g} as in its first block: one is recorded for the whole "
+                f"step {self._piece.step} uses noise_multiplier = {noise:g}, expected "
+                f"{self._noise_of_the_step:g} as in its first block: one is recorded for the whole "
                 "step. Change noise_multiplier between steps, not in the closure."
             )
-        self._noise_multiplier = noise
+        self._noise_of_the_step = noise
         super().add_noise()
 
     def recorded(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
@@ -214,15 +208,17 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
 
     def move(self, piece: Piece) -> None:
         """Makes the step of plain SGD, of the parameters of the block, and applies the prox."""
-        move_by_sgd(self.original_optimizer, piece.params)
-        RegulariserProx(self._regulariser).apply(piece.params, self.step_size)
+        own = self._passes.own_of(piece.params)
+        move_by_sgd(self.original_optimizer, own, piece.params)
+        self._prox.apply(own, self.step_size)
+        self._passes.show()
         for p in self.trained:  # the next block needs gradients at the new values
             p.grad = p.grad_sample = p.summed_grad = None  # type: ignore[attr-defined]
 
     @property
     def step_size(self) -> float:
         """The step size eta of the mean gradient."""
-        return _learning_rate(self.original_optimizer) * self.declared.scale
+        return self.lr * self.declared.scale
 
 
 def _blocks_of(optimizer: Optimizer) -> list[list[nn.Parameter]]:

@@ -41,8 +41,8 @@ class ComposedOptimizer(PrivateOptimizer):
     Formal guarantees:
       - Relation: that of the recorded `LastIterateDpEvent`, which has no loss geometry.
       - Released: every iterate, and momentum and moments; not what they were computed from.
-      - As Opacus computes it: the gradient of every record, and with clipping in two passes its
-        clip. Of a linear head alone both follow from the slopes at its outputs.
+      - As Opacus computes it: the gradient of every record, and with clipping in two passes or of
+        every layer its clip.
       - Checked at every step: batch and number of records, noise, clip and divisor as recorded,
         gradients that are finite, the model as the last step left it.
     """
@@ -61,14 +61,25 @@ class ComposedOptimizer(PrivateOptimizer):
     def _start(self) -> None:
         arguments = self.declared.arguments
         self._accumulate: Any = None  # Opacus' own, where nothing of the sums is ours
-        self._clipped = ""
         self._other_rule = ""  # of the last step that was not one of plain SGD
+        own = PrivateOptimizer.constants
         if arguments.clips_per_layer:
-            self.max_grad_norms = list(arguments.max_grad_norm)  # type: ignore[arg-type]
+            self.max_grad_norms: list[Any] = list(arguments.max_grad_norm)  # type: ignore[arg-type]
             self._accumulate = DPPerLayerOptimizer.clip_and_accumulate
-            self._clipped = ", clipped per layer"
-        elif self.run.passes.ghost is not None:
+            self.constants = (*own, "max_grad_norm", "norms_of_layers")  # type: ignore[misc]
+        elif self._passes.ghost is not None:
             self._accumulate = DPOptimizerFastGradientClipping.accumulate
+            self.constants = (*own, "max_grad_norm", "norm_of_the_model")  # type: ignore[misc]
+
+    @property
+    def norms_of_layers(self) -> tuple[float, ...]:
+        """The clip norms of the parameters, of clipping per layer."""
+        return tuple(map(float, self.max_grad_norms))
+
+    @property
+    def norm_of_the_model(self) -> float:
+        """The clip norm of ghost clipping, which the model has."""
+        return float(self._passes.ghost.max_grad_norm)
 
     @classmethod
     def check_arguments(
@@ -81,8 +92,7 @@ class ComposedOptimizer(PrivateOptimizer):
             raise UnsupportedRunError(
                 'Expected grad_sample_mode = "hooks", "functorch" or "ew" and clipping = "flat" '
                 "with parameters in half precision, got a sum of gradients that Opacus makes in "
-                "it: rounded to few bits one record counts for more than the clip norm. Leave "
-                "both out, or train in float32."
+                "it: one record counts for more than the clip norm. Train in float32."
             )
         if getattr(arguments.optimizer, "run", None) is None:
             refuse_moments(optimizer)  # those of an engine's optimizer were left by its runs
@@ -95,7 +105,8 @@ class ComposedOptimizer(PrivateOptimizer):
     @property
     def update_rule(self) -> str:
         """The optimizer that moves the parameters, and another clip than the flat one."""
-        return (self._other_rule or rule_of(self.original_optimizer)) + self._clipped
+        clipped = ", clipped per layer" if self.declared.arguments.clips_per_layer else ""
+        return (self._other_rule or rule_of(self.original_optimizer)) + clipped
 
     @property
     def why_composition(self) -> str:
@@ -106,16 +117,6 @@ class ComposedOptimizer(PrivateOptimizer):
             f"no hidden-state bound for {self.update_rule}: every step counts; epsilon is that of "
             "composition"
         )
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """The settings of all mechanisms; where Opacus clips, the clip norm of the noise, too."""
-        fixed: dict[str, Any] = {"max_grad_norm": self.max_grad_norm} if self._accumulate else {}
-        if self._clipped:
-            fixed["max_grad_norms"] = tuple(self.max_grad_norms)
-        elif self._accumulate:
-            fixed["max_grad_norm of the model"] = self.run.passes.ghost.max_grad_norm
-        return {**super().settings, **fixed}
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError if something else looks at the gradients than the rule."""
@@ -150,6 +151,7 @@ class ComposedOptimizer(PrivateOptimizer):
     def move(self, piece: Piece) -> None:
         """Lets the wrapped optimizer move what is trained."""
         move_by_any_rule(self.original_optimizer)
+        self._passes.keep()
 
     def recorded(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
         """Returns the record of a step, of plain SGD with its rate and decay."""

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from hidden_state_accountants import (
     LossGeometry,
     UnsupportedRunError,
-    validate,
 )
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_adapters.batch_plans import BatchPlan
@@ -42,7 +41,8 @@ class DeclaredRun:
         optimizer: Optimizer without Opacus' wrapper.
         plan: Plan of the batches.
         loss: Geometry of the loss, or None.
-        head: Linear layer whose gradients follow from what goes in and comes out, or None.
+        head: Linear layer of a known loss, whose gradients follow from what goes in and comes out;
+            or None.
         frozen: Part of the model that is kept in eval() mode.
         maps: Maps that follow every step, by name: "prox", then "projection".
         schedule: Declared learning rates and number of steps.
@@ -75,9 +75,8 @@ class DeclaredRun:
     @property
     def known_criterion(self) -> KnownCriterion | None:
         """Criterion that the constants of the loss were taken from."""
-        if self.arguments.loss_geometry != "auto":
+        if self.head is None:
             return None
-        assert self.head is not None
         return KnownCriterion.of(self.arguments.criterion, self.head.out_features)
 
     def fields(self, noise_multiplier: float) -> dict[str, Any]:
@@ -147,8 +146,7 @@ class DeclaredRun:
         trained = [p for p in inner.parameters() if p.requires_grad]
         check_noise_source(trained, arguments.noise_generator)
         maps = arguments.after or {}
-        of_head = head if arguments.loss_geometry == "auto" else None
-        frozen = FrozenPart(inner, of_head, is_composed=is_composed)
+        frozen = FrozenPart(inner, head, is_composed=is_composed)
         frozen.check_batch_norm(tuple(inner.named_modules()))
         plan = plan_batches(
             arguments.data_loader,
@@ -249,7 +247,7 @@ def is_shared(arguments: RunArguments) -> bool:
     """
     module = _without_gradients(arguments.module)
     if isinstance(module, DistributedDataParallel):
-        if arguments.is_ghost and criteria.find_linear_head(module.module) is None:
+        if arguments.is_ghost and arguments.loss_geometry != "auto":
             raise UnsupportedRunError(
                 'Expected grad_sample_mode = "hooks" with DistributedDataParallel, got "ghost": '
                 "DistributedDataParallel would add up the gradients of both backward passes. Use "
@@ -265,12 +263,12 @@ def _without_gradients(module: nn.Module) -> Any:
 def resolve_loss(
     module: nn.Module, arguments: RunArguments
 ) -> tuple[LossGeometry | None, nn.Linear | None]:
-    """Returns the loss geometry and the linear layer whose inputs are to be measured."""
+    """Returns the loss geometry, and the linear layer if the loss is known."""
     loss_geometry, criterion = arguments.loss_geometry, arguments.criterion
     feature_norm, reduction = arguments.feature_norm, arguments.loss_reduction
-    head = criteria.find_linear_head(module)
     if loss_geometry == "auto":
-        return criteria.auto_loss_geometry(module, criterion, feature_norm, reduction), head
+        known = criteria.auto_loss_geometry(module, criterion, feature_norm, reduction)
+        return known, criteria.find_linear_head(module)
     if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
         raise TypeError(
             f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {loss_geometry!r}.'
@@ -278,14 +276,9 @@ def resolve_loss(
     if getattr(criterion, "reduction", None) != "none" or arguments.is_ghost:
         criteria.check_reduction(criterion, reduction)
     criteria.refuse_weights_of_the_batch(criterion)
-    if feature_norm is None:
-        is_sampled = head is None or arguments.asks_for_samples or is_half(head.weight)
-        return loss_geometry, None if is_sampled else head
-    validate.real("feature_norm", feature_norm, above=0, allow_inf=True)
-    if loss_geometry is None or head is None:
+    if feature_norm is not None:
         raise UnsupportedRunError(
-            f"Expected feature_norm = None here, got {feature_norm!r}: it is checked at the one "
-            "trainable nn.Linear of a model with a criterion= or a declared LossGeometry. Pass "
-            "criterion=, too, or leave it out."
+            f"Expected feature_norm = None here, got {feature_norm!r}: it goes with the known loss "
+            "of one linear head. Pass criterion=, too, or leave it out."
         )
-    return loss_geometry, head
+    return loss_geometry, None

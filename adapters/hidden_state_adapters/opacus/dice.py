@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import attrs
@@ -60,80 +60,11 @@ class DiceSGD(MechanismOptions):
         return DiceAdamOptimizer if isinstance(optimizer, Adam) else DiceSGDOptimizer
 
 
-class HiddenError:
-    """The error e and the rest that the current batch adds to it.
-
-    Everything in it depends on the records without noise. It cannot be copied, pickled or printed.
-
-    Attributes:
-        norm: Norm of the error before the current step (0-dim).
-        rests: Sums of g - clip(g) over the pieces of the batch so far, one tensor for each
-            parameter; empty before the first piece.
-
-    Args:
-        params: Parameters that are trained; two tensors of the shape of each are kept at most.
-    """
-
-    norm: torch.Tensor
-
-    def __init__(self, params: Sequence[nn.Parameter]):
-        self._params = list(params)
-        self.errors = [torch.zeros_like(param.detach()) for param in params]
-        self.rests: list[torch.Tensor] = []
+class _Hidden(list[torch.Tensor]):
+    """Tensors that no text shows: data of the records without noise."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__}>"
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UnsupportedRunError(
-            "The error of DiceSGD cannot be copied or pickled: it holds data of the records "
-            "without noise. Use engine.save_checkpoint(include_private_state=True, "
-            "stays_private=True)."
-        )
-
-    def length(self) -> torch.Tensor:
-        """Returns the norm of the whole error, which is brought to where the parameters are."""
-        if any(e.device != p.device for e, p in zip(self.errors, self._params, strict=True)):
-            self.errors = [e.to(p.device) for e, p in zip(self.errors, self._params, strict=True)]
-        self.norm = joint_norms([error[None] for error in self.errors])[0]
-        return self.norm
-
-    def add_rests(self, rests: Sequence[torch.Tensor]) -> None:
-        """Adds sums of g - clip(g) over the records of (a piece of) the batch."""
-        if self.rests:
-            rests = [before.add_(rest) for before, rest in zip(self.rests, rests, strict=True)]
-        self.rests = list(rests)
-
-    def feed(self, factor: torch.Tensor, divisor: int) -> None:
-        r"""Adds the clipped error to the noisy sums, and moves it on.
-
-        .. math:: e \gets [e - \mathrm{clip}(e, C_2)] + \frac1B \sum_i [g_i - \mathrm{clip}(g_i)]
-
-        Args:
-            factor: Factor of clip(e, C_2).
-            divisor: Divisor B.
-        """
-        fed, left = factor * divisor, 1 - factor
-        for param, error, rest in zip(self._params, self.errors, self.rests, strict=True):
-            assert param.grad is not None
-            # ZBWH24, Algorithm 2, lines 5 to 7, arXiv 2311.14632
-            param.grad.addcmul_(error, fed.to(error))
-            error.mul_(left.to(error)).add_(rest, alpha=1 / divisor)
-        self.rests = []
-
-    def load(self, errors: Sequence[torch.Tensor]) -> None:
-        """Restores the errors of all parameters.
-
-        Raises:
-            ValueError: They are of other parameters, or damaged; nothing is changed.
-        """
-        shapes = [tuple(error.shape) for error in errors]
-        expected = [tuple(param.shape) for param in self._params]
-        if shapes != expected:
-            raise ValueError(f"Expected an error of shapes {expected}, got {shapes}.")
-        if not all(bool(torch.isfinite(error).all()) for error in errors):
-            raise ValueError("The private state is damaged: the error is not finite.")
-        self.errors = [e.to(p, copy=True) for e, p in zip(errors, self._params, strict=True)]
 
 
 class DiceSGDOptimizer(PrivateOptimizer):
@@ -184,6 +115,10 @@ class DiceSGDOptimizer(PrivateOptimizer):
         "schedule": "the learning rate costs nothing here, so that it need not be "
         "declared: the steps see noisy updates only",
     }
+    constants = (
+        "noise_multiplier", "max_grad_norm", "error_max_grad_norm", "automatic",
+        *PrivateOptimizer.constants,
+    )  # fmt: skip
     constant = "the bound on DiceSGD is about constant values. (The learning rate may change.)"
     checked = (
         "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
@@ -195,7 +130,9 @@ class DiceSGDOptimizer(PrivateOptimizer):
         arguments = self.declared.arguments
         self.error_max_grad_norm = arguments.mechanism.error_clip(arguments.clip_norm)
         self.automatic: bool = arguments.mechanism.automatic
-        self.hidden = HiddenError(self.trained)
+        self._smallest = smallest_norm(self.trained) if self.automatic else None
+        self._errors = _Hidden(torch.zeros_like(param.detach()) for param in self.trained)
+        self._rests = _Hidden()  # what the pieces of the batch add to the error
 
     # Before there is an optimizer
 
@@ -234,38 +171,30 @@ class DiceSGDOptimizer(PrivateOptimizer):
             gradient_bound=bound,
         )
 
-    # What stays the same
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings of the algorithm; those of the wrapped optimizer may change."""
-        names = "noise_multiplier", "max_grad_norm", "error_max_grad_norm", "automatic"
-        return {**{name: getattr(self, name) for name in names}, **super().settings}
+    # Its part of a step
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Any rule is post-processing, as long as nothing else looks at the gradients."""
         refuse_step_hooks(optimizer)
 
-    # Its part of a step
-
-    def _clip(self, norms: torch.Tensor, bound: float) -> torch.Tensor:
-        smallest = smallest_norm(self.trained) if self.automatic else None
-        return clip_factors(norms, bound, smallest)
-
     def hidden_norm(self) -> Figure:
         """Returns the norm of the error."""
-        return self.hidden.length()
+        self._error_norm = joint_norms([error[None] for error in self._errors])[0]
+        return self._error_norm
 
     def clip_and_accumulate(self) -> None:
-        """Adds the clipped gradients to summed_grad and the rest of each to the hidden error."""
+        """Adds the clipped gradients to summed_grad and the rest of each to that of the batch."""
         piece = self._piece
         if not math.isfinite(piece.error):
             raise UnsupportedRunError(
                 f"step {piece.step}: the error overflowed; no clip bounds it."
             )
-        factors = self._clip(piece.norms, float(self.max_grad_norm))
+        factors = clip_factors(piece.norms, float(self.max_grad_norm), self._smallest)
         # Not the difference of two sums: what is not clipped leaves exactly nothing.
-        self.hidden.add_rests([rest for (rest,) in piece.add_sums(factors, 1 - factors)])
+        rests = [rest for (rest,) in piece.add_sums(factors, 1 - factors)]
+        if self._rests:
+            rests = [before + rest for before, rest in zip(self._rests, rests, strict=True)]
+        self._rests = _Hidden(rests)
 
     def add_noise(self) -> None:
         r"""Adds noise and B times the clipped error to the sums, and moves the error on.
@@ -273,19 +202,29 @@ class DiceSGDOptimizer(PrivateOptimizer):
         .. math::
             \sum_i \mathrm{clip}(g_i, C_1) + B\, \mathrm{clip}(e_t, C_2) +
             \mathcal{N}(0, (B \sigma_1)^2 I), \qquad
-            B \sigma_1 = \text{noise_multiplier} \cdot C_1
+            B \sigma_1 = \text{noise_multiplier} \cdot C_1, \\
+            e \gets [e - \mathrm{clip}(e, C_2)] + \frac1B \sum_i [g_i - \mathrm{clip}(g_i)]
 
         The division by B follows. Of several processes the error is that of all of them together.
         """
         super().add_noise()
         if self.group is not None:
-            self.group.add_up(self.hidden.rests)
-        factor = self._clip(self.hidden.norm, float(self.error_max_grad_norm))
-        self.hidden.feed(factor, int(self.expected_batch_size))  # type: ignore[arg-type]
+            self.group.add_up(self._rests)
+        divisor = int(self.expected_batch_size)  # type: ignore[arg-type]
+        factor = clip_factors(self._error_norm, float(self.error_max_grad_norm), self._smallest)
+        fed, left = factor * divisor, 1 - factor
+        for param, error, rest in zip(self.trained, self._errors, self._rests, strict=True):
+            assert param.grad is not None
+            # ZBWH24, Algorithm 2, lines 5 to 7, arXiv 2311.14632
+            param.grad.addcmul_(error, fed.to(error))
+            error.mul_(left.to(error)).add_(rest, alpha=1 / divisor)
+        self._rests = _Hidden()
 
     def move(self, piece: Piece) -> None:
         """Lets the wrapped optimizer move what is trained."""
+        self._passes.show()
         move_by_any_rule(self.original_optimizer)
+        self._passes.keep()
 
     # Where the run goes on
 
@@ -299,18 +238,30 @@ class DiceSGDOptimizer(PrivateOptimizer):
         Raises:
             ValueError: A batch is not finished.
         """
-        if self.hidden.rests:
+        if self._rests:
             raise ValueError("Expected the end of a step, got a piece of one.")
-        return {"error": [error.cpu().clone() for error in self.hidden.errors]}
+        return {"error": [error.cpu().clone() for error in self._errors]}
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
-        """Restores the error."""
-        self.hidden.load(state.get("error", ()))
+        """Restores the error.
+
+        Raises:
+            ValueError: It is of other parameters, or damaged; nothing is changed.
+        """
+        errors = state.get("error", ())
+        shapes = [tuple(error.shape) for error in errors]
+        expected = [tuple(param.shape) for param in self.trained]
+        if shapes != expected:
+            raise ValueError(f"Expected an error of shapes {expected}, got {shapes}.")
+        if not all(bool(torch.isfinite(error).all()) for error in errors):
+            raise ValueError("The private state is damaged: the error is not finite.")
+        pairs = zip(errors, self.trained, strict=True)
+        self._errors = _Hidden(error.to(param, copy=True) for error, param in pairs)
 
     def forget_pieces(self) -> None:
         """See `PrivateOptimizer.forget_pieces`."""
         super().forget_pieces()
-        self.hidden.rests = []
+        self._rests = _Hidden()
 
 
 class DiceAdamOptimizer(DiceSGDOptimizer):

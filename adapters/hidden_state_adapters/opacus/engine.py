@@ -38,7 +38,6 @@ from hidden_state_adapters.opacus.declared import DeclaredRun, is_shared
 from hidden_state_adapters.opacus.loader import private_loader
 from hidden_state_adapters.opacus.noise import GIVEN_NOISE
 from hidden_state_adapters.opacus.options import RunArguments
-from hidden_state_adapters.opacus.passes import LOSS_OF_RECORDS
 from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
 from hidden_state_adapters.opacus.processes import News, ProcessGroup
 from hidden_state_adapters.opacus.registry import (
@@ -52,7 +51,7 @@ from hidden_state_adapters.opacus.run import (
     fields_after_loading,
     fields_in_common,
 )
-from hidden_state_adapters.opacus.sampled import SampledRun
+from hidden_state_adapters.opacus.sampled import LOSS_OF_RECORDS, SampledRun
 from hidden_state_adapters.opacus.sgd import HiddenStateOptimizer
 from hidden_state_adapters.opacus.wrappers import HeadModule, RowLosses, private_module
 from hidden_state_adapters.public_numbers import warn_of_delta, warn_of_equal, warn_of_longest
@@ -463,7 +462,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked by the software, declared or public."""
         proven, run = self.accountant.guarantee.assumptions, self._run
-        is_computed_here = run is not None and run.passes.computes_loss
+        is_computed_here = run is not None and run.declared.head is not None
         own = [
             *([] if is_computed_here else [Assumption.declared(_NOT_SEEN)]),
             Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),

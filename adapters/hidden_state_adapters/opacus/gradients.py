@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import attrs
@@ -17,7 +18,6 @@ from hidden_state_adapters.opacus.precision import exact_products, is_half
 
 _NAMED = 4  # in an error
 _BLOCK = 256
-_ONE = torch.ones(())
 
 OPACUS_CLIP_OFFSET = 1e-6
 """Opacus clips with the factor min(1, C / (norm + 1e-6))."""
@@ -29,11 +29,9 @@ _SLACK = ROUNDING + torch.finfo(torch.float32).eps
 
 NO_GRADIENTS = (
     "got no per-example gradients for a trainable parameter. Call the private model in train() "
-    "mode and backward() before step(), and let every parameter take part. (If that is so: a "
-    "second pass without backward(), for an accuracy or a log, makes Opacus wait for its "
-    "gradients: look at outputs under torch.no_grad(). Layers that are run again by activation "
-    "checkpointing have none: save memory with BatchMemoryManager instead. Nor has a layer whose "
-    "output at several positions is changed in place: use inplace=False in the activation.)"
+    "mode and backward() before step(), and let every parameter take part. (A second pass without "
+    "backward() makes Opacus wait: look at outputs under torch.no_grad(). Activation checkpointing "
+    "and in-place changes of an output at several positions leave none.)"
 )
 
 Figure: TypeAlias = torch.Tensor | float
@@ -54,44 +52,28 @@ def is_on_host(value: torch.Tensor) -> bool:
 
 def any_of(flags: Iterable[Figure]) -> Figure:
     """Tells whether one of `flags` is true."""
-    return _decided(flags, True)
+    return functools.reduce(operator.or_, flags, False)  # type: ignore[arg-type]
 
 
 def all_of(flags: Iterable[Figure]) -> Figure:
     """Tells whether all of `flags` are true."""
-    return _decided(flags, False)
-
-
-def _decided(flags: Iterable[Figure], by: bool) -> Figure:
-    """Returns `by` if one of the flags is, else the other truth value."""
-    tensors = []
-    for flag in flags:
-        if isinstance(flag, torch.Tensor):
-            tensors.append(flag)
-        elif bool(flag) is by:
-            return by
-    if len(tensors) < 2:
-        return tensors[0] if tensors else not by
-    joint = torch.stack([flag.to(tensors[0].device) for flag in tensors])
-    return joint.any() if by else joint.all()
+    return functools.reduce(operator.and_, flags, True)  # type: ignore[arg-type]
 
 
 def read(figures: Sequence[Figure]) -> list[float]:
-    """Returns the values of all `figures`; one transfer from each device that has some."""
+    """Returns the values of all `figures`, by one transfer from the device."""
     values: list[Any] = list(figures)
-    waiting = [place for place, x in enumerate(values) if isinstance(x, torch.Tensor)]
-    for device in {values[place].device for place in waiting}:
-        own = [place for place in waiting if values[place].device == device]
-        tensors = [values[place] for place in own]
-        waiting = [place for place in waiting if place not in own]
-        if is_on_host(tensors[0]):
-            found = [tensor.item() for tensor in tensors]
-        else:
-            types = (tensor.dtype for tensor in tensors)
-            kind = functools.reduce(torch.promote_types, types, torch.float32)  # some lack float64
-            found = torch.stack([tensor.to(kind) for tensor in tensors]).tolist()
-        for place, value in zip(own, found, strict=True):
-            values[place] = value
+    places = [place for place, x in enumerate(values) if isinstance(x, torch.Tensor)]
+    tensors = [values[place] for place in places]
+    if all(map(is_on_host, tensors)):
+        found = [tensor.item() for tensor in tensors]
+    else:
+        device = next(x.device for x in tensors if not is_on_host(x))
+        types = (tensor.dtype for tensor in tensors)
+        kind = functools.reduce(torch.promote_types, types, torch.float32)  # some lack float64
+        found = torch.stack([tensor.to(device, kind) for tensor in tensors]).tolist()
+    for place, value in zip(places, found, strict=True):
+        values[place] = value
     return values
 
 
@@ -122,14 +104,9 @@ def row_norms(rows: torch.Tensor) -> torch.Tensor:
 def joint_norms(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     """Returns the norms of vectors of which every tensor has a part, shape (vectors, ...)."""
     # The shape in full: an empty batch has nothing that -1 could be computed from.
-    rows = [part.reshape(len(part), math.prod(part.shape[1:])) for part in parts]
-    norms = [row_norms(part) for part in rows]
-    if len({(norm.device, norm.dtype) for norm in norms}) > 1:
-        dtype = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
-        norms = [norm.to(device=norms[0].device, dtype=dtype) for norm in norms]
-    if len(norms) == 2:  # weight and bias of one layer
-        return torch.hypot(norms[0], norms[1])
-    return torch.linalg.vector_norm(torch.stack(list(norms), dim=1), dim=1)
+    norms = [row_norms(part.reshape(len(part), math.prod(part.shape[1:]))) for part in parts]
+    kind = functools.reduce(torch.promote_types, (norm.dtype for norm in norms))
+    return torch.linalg.vector_norm(torch.stack([norm.to(kind) for norm in norms]), dim=0)
 
 
 def joint_norm(params: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -144,8 +121,7 @@ def smallest_norm(params: Sequence[nn.Parameter]) -> float:
     Squares of coordinates underflow: below sqrt(tiny) a computed norm can be far too small, and a
     factor made from it far too large. At 1e8 times that the squares that are lost cannot matter.
     """
-    tiny = max(torch.finfo(p.dtype).tiny for p in params)
-    return 1e8 * math.sqrt(tiny)
+    return 1e8 * math.sqrt(max(torch.finfo(p.dtype).tiny for p in params))
 
 
 def check_clip_norms(params: Sequence[nn.Parameter], **clip_norms: float) -> None:
@@ -193,31 +169,18 @@ def to_precision(factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return nn.functional.hardshrink(factors.to(dtype), torch.finfo(dtype).tiny)
 
 
-def check_features(step: int, largest: float, bound: float) -> None:
-    """Raises UnsupportedRunError if features are longer than declared."""
-    if not largest <= bound * (1 + ROUNDING):
-        raise UnsupportedRunError(
-            f"step {step} used features of norm {largest:.8g}, expected at most "
-            f"feature_norm = {bound:.8g}. The step was not taken. Scale every record "
-            "down to the declared norm, after all augmentation."
-        )
-
-
 def check_gradients(step: int, largest: float, lipschitz: float | None) -> None:
     """Raises UnsupportedRunError if gradients are longer than declared, or not finite."""
     if lipschitz is not None and not largest <= lipschitz * (1 + _SLACK):
         raise UnsupportedRunError(
             f"step {step} has a per-example gradient of norm {largest:.8g}, expected at most "
-            f"the declared lipschitz = {lipschitz:.8g}. The loss is not the declared one (sum "
-            "instead of mean? class weights? a scaled loss?) or the features are longer than "
-            "declared. The step was not taken. Declare the loss that the loop computes, and "
-            "scale every record down to the declared norm."
+            f"the declared lipschitz = {lipschitz:.8g}: another loss (a sum, class weights?), or "
+            "longer features than declared. Declare the loss that the loop computes."
         )
     if not math.isfinite(largest):
         raise UnsupportedRunError(
             f"step {step} has a per-example gradient whose norm is not finite (or a square "
-            "overflows): no clip bounds it. The step was not taken. Look for a division by 0, "
-            "or scale the loss down."
+            "overflows): no clip bounds it. Look for a division by 0, or scale the loss down."
         )
 
 
@@ -230,66 +193,37 @@ def check_clip_margin(clip_norm: float, lipschitz: float | None) -> None:
         raise UnsupportedRunError(
             f"Expected max_grad_norm >= {needed:.9g} or below lipschitz = {lipschitz:.9g}, got "
             f"{clip_norm:.9g}: Opacus clips with min(1, C / (norm + 1e-6)), which still shortens "
-            "gradients that are as long as the bound. Raise max_grad_norm a little: "
-            f"{needed * (1 + 1e-5):.6g} will do."
+            "gradients as long as the bound. "
+            f"Raise max_grad_norm: {needed * (1 + 1e-5):.6g} will do."
         )
+
+
+Sums: TypeAlias = Callable[[Sequence[torch.Tensor | None]], Iterable[Sequence[torch.Tensor]]]
+"""Function of weights of the records, one tensor (or None for 1) for each sum; returns the sums of
+every parameter."""
 
 
 @attrs.define(eq=False)
 class Piece:
     """Gradients at hand: of a batch or, under BatchMemoryManager, of a physical batch.
 
-    Those of the records are where Opacus leaves them, with the parameters. Those of a linear layer
-    may be given by its features and slopes instead: that of record i is their product.
-
     Attributes:
         step: Number of the logical step that it belongs to, from 1 on.
         params: Parameters whose gradients these are: all, or those of one block.
         block: Number of the block, from 0 on; 0 for an optimizer that has one.
-        rows: Number of records.
-        known_norms: Norms of the gradients before the clip, shape (rows,); None until they are
-            computed.
-        longest: Largest of these norms, as soon as it was read from the device.
+        norms: Norms of the gradients of the records before the clip, shape (rows,).
+        sums: Function that adds the gradients up.
+        longest: Largest of the norms, as it was read from the device.
         error: Length of DiceSGD's error, read likewise.
-        weight: Weight of the linear layer.
-        features: Input of the layer, shape (rows, features); None where Opacus has gradients.
-        slopes: Gradient of the loss of every record in its outputs, shape (rows, outputs).
     """
 
     step: int
     params: Sequence[nn.Parameter]
-    block: int = 0
-    rows: int = 0
-    known_norms: torch.Tensor | None = None
+    block: int
+    norms: torch.Tensor
+    sums: Sums
     longest: float = math.inf
     error: float = 0.0
-    weight: Any = None
-    features: Any = None
-    slopes: Any = None
-
-    def follow_from(
-        self, weight: nn.Parameter, features: torch.Tensor, slopes: torch.Tensor
-    ) -> tuple[Figure, torch.Tensor]:
-        """Takes features and slopes, and returns the largest norm of those and all of these."""
-        self.weight, self.features, self.slopes = weight, features, slopes
-        lengths, sizes = row_norms(features), row_norms(slopes)
-        if len(self.params) == 2:
-            self.known_norms = sizes * torch.hypot(lengths, _ONE)
-        else:
-            self.known_norms = sizes * lengths if self.params[0] is weight else sizes
-        return lengths.max() if self.rows else 0.0, sizes
-
-    @property
-    def norms(self) -> torch.Tensor:
-        """Norms of the gradients for all `params` together, before the clip, shape (rows,)."""
-        if self.known_norms is None:
-            self.known_norms = joint_norms([_stored(param) for param in self.params])
-        return self.known_norms
-
-    @property
-    def largest_norm(self) -> Figure:
-        """The largest of the norms; 0 for no rows."""
-        return self.norms.max() if self.rows else 0.0
 
     def add_sums(self, *weights: torch.Tensor | None) -> list[list[torch.Tensor]]:
         """Adds sums of the gradients, each times its weight, to `summed_grad`.
@@ -301,38 +235,38 @@ class Piece:
         Returns:
             The sums with the others, for each of `params`.
         """
+        rests = []
         with exact_products(self.norms.device.type):
-            found = self._of_records(weights) if self.features is None else self._of_layer(weights)
-            rests = []
-            for param, (total, *rest) in zip(self.params, found, strict=True):
+            for param, (total, *rest) in zip(self.params, self.sums(weights), strict=True):
                 before = param.summed_grad  # type: ignore[attr-defined]
                 param.summed_grad = total if before is None else before + total  # type: ignore[attr-defined]
                 rests.append(rest)
         return rests
 
-    def _of_layer(self, weights: Any) -> Iterator[Sequence[torch.Tensor]]:
-        slopes = [
-            self.slopes if w is None else self.slopes * to_precision(w, self.slopes.dtype)[:, None]
-            for w in weights
-        ]
-        joint = slopes[0] if len(slopes) == 1 else torch.cat(slopes, dim=1)
-        for param in self.params:
-            total = joint.T @ self.features if param is self.weight else joint.sum(dim=0)
-            yield total.chunk(len(slopes)) if len(slopes) > 1 else (total,)
 
-    def _of_records(self, weights: Any) -> Iterator[Sequence[torch.Tensor]]:
-        """Uses up the gradients that are with the parameters."""
-        kept = [torch.ones_like(self.norms) if w is None else w for w in weights]
+def sums_of_records(
+    params: Sequence[nn.Parameter], weights: Sequence[torch.Tensor | None]
+) -> Iterable[Sequence[torch.Tensor]]:
+    """Yields sums of the gradients that Opacus left with the parameters, and uses them up."""
+    for param in params:
+        own: Any = param.grad_sample  # type: ignore[attr-defined]
+        _check_processed_flag(own)
+        sample = gradients_of(param)
+        # einsum("i,i...") does the same by way of a batched product, slower for short rows.
+        rows = sample.reshape(len(sample), sample.shape[1:].numel())
+        ones = rows.new_ones(len(rows))
+        kept = [ones if w is None else to_precision(w, rows.dtype) for w in weights]
         joint = kept[0] if len(kept) == 1 else torch.stack(kept)
-        for param in self.params:
-            own: Any = param.grad_sample  # type: ignore[attr-defined]
-            _check_processed_flag(own)
-            sample = _stored(param)
-            # einsum("i,i...") does the same by way of a batched product, slower for short rows.
-            rows = sample.reshape(len(sample), sample.shape[1:].numel())
-            total = to_precision(joint, sample.dtype).to(sample.device) @ rows
-            yield total.reshape(len(kept), *sample.shape[1:]).unbind()
-            _mark_as_processed(own)
+        yield (joint @ rows).reshape(len(kept), *sample.shape[1:]).unbind()
+        _mark_as_processed(own)
+
+
+def gradients_of(param: nn.Parameter) -> torch.Tensor:
+    """Returns the per-example gradients of the one batch that a parameter holds."""
+    sample: Any = param.grad_sample  # type: ignore[attr-defined]
+    own: torch.Tensor = sample[0] if isinstance(sample, list) else sample
+    # A sum that is rounded to few bits moves by more than the clip norm with one record.
+    return own.to(torch.float32 if is_half(param) else param.dtype)
 
 
 def rows_of(params: Mapping[str, nn.Parameter], expected: int | None) -> int:
@@ -352,34 +286,26 @@ def rows_of(params: Mapping[str, nn.Parameter], expected: int | None) -> int:
         if isinstance(sample, list):
             if len(sample) != 1:
                 raise UnsupportedRunError(
-                    f"got the gradients of {len(sample)} batches, expected 1: gradient "
-                    "accumulation (several backward() before one step()) is not accounted: a "
-                    "record may be in several of the batches, and counts once for each. Call "
-                    "optimizer.zero_grad() after every step and backward() once per batch. For "
-                    "batches that do not fit into memory raise the batch_size of the DataLoader "
-                    "and let opacus.utils.batch_memory_manager.BatchMemoryManager split them."
+                    f"got the gradients of {len(sample)} batches, expected 1: a record may be in "
+                    "several of them, and counts once for each. Call zero_grad() and backward() "
+                    "once per step; BatchMemoryManager splits a larger batch_size into pieces."
                 )
             sample = sample[0]
         if sample is None:
             raise UnsupportedRunError(NO_GRADIENTS)
         rows[name] = len(sample)
-    if len(set(rows.values())) != 1:
-        raise UnsupportedRunError(_why_rows_differ(rows, expected))
-    return next(iter(rows.values()))
-
-
-def _why_rows_differ(rows: Mapping[str, int], expected: int | None) -> str:
+    if len(set(rows.values())) == 1:
+        return next(iter(rows.values()))
     expected = max(rows.values()) if expected is None else expected
     names = [name for name, count in rows.items() if count != expected]
     once = [name for name in names if rows[name] == 1]
     if once and expected > 1:
-        return (
+        raise UnsupportedRunError(
             f"expected a gradient of {once[0]} for every record, got one for the whole batch: what "
             "goes into its layer has one row, which is broadcast over the batch (positions "
-            "torch.arange(length)[None]). Expand it to the batch (positions.expand(len(x), -1)), "
-            "or freeze the parameter with requires_grad_(False)."
+            "torch.arange(length)[None]). Expand it to the batch (positions.expand(len(x), -1))."
         )
-    return why_not_records(names)
+    raise UnsupportedRunError(why_not_records(names))
 
 
 def why_not_records(names: Sequence[str]) -> str:
@@ -387,15 +313,5 @@ def why_not_records(names: Sequence[str]) -> str:
     return (
         f"expected gradients of {', '.join(names[:_NAMED])} for every record, got rows of "
         "something else: Opacus counts records along the first dimension of what goes into a "
-        "layer, and here another one comes first (the sequence, as in attention without "
-        "batch_first=True?). Pass the batch first, with batch_first=True in the layer, or flatten "
-        "what is no record into another dimension."
+        "layer. Pass the batch first, with batch_first=True in layers of sequences."
     )
-
-
-def _stored(param: nn.Parameter) -> torch.Tensor:
-    """Returns the per-example gradients of the one batch that a parameter holds."""
-    sample: Any = param.grad_sample  # type: ignore[attr-defined]
-    own: torch.Tensor = sample[0] if isinstance(sample, list) else sample
-    # A sum that is rounded to few bits moves by more than the clip norm with one record.
-    return own.to(torch.float32 if is_half(param) else param.dtype)

@@ -132,16 +132,6 @@ class RunArguments:
         return self.clipping == "per_layer"
 
     @property
-    def asks_for_samples(self) -> bool:
-        """True if the gradients have to be where Opacus keeps and adds them up."""
-        return (
-            self.grad_sample_mode not in (None, "ghost")
-            or self.clips_per_layer
-            or self.loop_maps_records
-            or not self.wrap_model
-        )
-
-    @property
     def clip_norm(self) -> float:
         """The clip norm for all parameters together: what the noise multiplier multiplies."""
         norms = self.max_grad_norm

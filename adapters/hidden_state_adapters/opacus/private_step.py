@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -15,12 +16,7 @@ from opacus.optimizers.optimizer import _generate_noise
 from torch import nn
 from torch.optim import Optimizer
 
-from hidden_state_accountants import (
-    Assumption,
-    Schedule,
-    UnsupportedRunError,
-    validate,
-)
+from hidden_state_accountants import Assumption, Schedule, UnsupportedRunError, validate
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_accountants.runs.algorithms import Algorithm, NoisySGD
 from hidden_state_accountants.runs.run import Step
@@ -29,7 +25,6 @@ from hidden_state_adapters.opacus.gradients import (
     OPACUS_CLIP_OFFSET,
     Figure,
     Piece,
-    is_on_host,
     opacus_clip_factors,
 )
 from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
@@ -67,7 +62,8 @@ class PrivateOptimizer(DPOptimizer):
         base_types: Types that the wrapped optimizer may have, exactly.
         options: Type of its options, or None; its fields may be passed beside optimizer_class.
         refused: Arguments of `make_private` that make no sense with it, and why.
-        constant: Sentence on settings that stay the same, for an error.
+        constants: Names of the attributes that stay the same in a run.
+        constant: Sentence on them, for an error.
         checked: Description of what is verified at every step.
         takes_per_layer: True if every parameter may have a clip norm of its own.
         hides_iterates: True if its bound may count on iterates that nobody sees.
@@ -84,6 +80,10 @@ class PrivateOptimizer(DPOptimizer):
     base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
     options: ClassVar[type | None] = None
     refused: ClassVar[Mapping[str, str]] = {}
+    constants: ClassVar[tuple[str, ...]] = (
+        "loss_reduction", "expected_batch_size", "secure_mode", "generator", "step_hook",
+        "original_optimizer",
+    )  # fmt: skip
     constant: ClassVar[str] = (
         "make_private accounts one run of one kind. Call it again for another one."
     )
@@ -99,6 +99,8 @@ class PrivateOptimizer(DPOptimizer):
     _is_last_step_skipped: bool = False
     _clip_norm: Any = None  # of the pieces of the current batch
     _valid_noise: Any = None  # that was looked at last
+    _longest = 0.0  # of the gradients of the current step
+    _is_moving = False
 
     def __init__(
         self,
@@ -121,12 +123,10 @@ class PrivateOptimizer(DPOptimizer):
         run.optimizer = self
         self._passes, self._schedule = run.passes, run.declared.schedule
         self.trained = list(self.params)
-        self._start()
-        self._wrapped, self._own_generator = optimizer, self.generator
-        self._fixed = self.settings
-        self._longest = 0.0  # of the gradients of the current step
         self._totals = Totals(0, 0.0)
-        self._is_moving = False
+        self._start()
+        self._read_constants = operator.attrgetter(*self.constants)
+        self._fixed = self._read_constants(self)
 
     def _start(self) -> None:
         """Prepares what a mechanism keeps from step to step."""
@@ -175,13 +175,14 @@ class PrivateOptimizer(DPOptimizer):
                 f"{run.accounted.failure}"
             )
         try:
-            refuse_in_budget("run of HiddenStatePrivacyEngine")
+            if not run.num_steps % run.plan.num_batches:  # it asks the disk
+                refuse_in_budget("run of HiddenStatePrivacyEngine")
             self._schedule.admit(run.num_steps + 1)
             if closure is None and count > 1:
                 raise UnsupportedRunError(
-                    "Expected optimizer.step(closure), got no closure: the gradients of each of "
-                    f"the {count} blocks are taken after the update of the block "
-                    "before. Put zero_grad(), forward and backward pass into a function."
+                    f"Expected optimizer.step(closure), got no closure: each of the {count} blocks "
+                    "needs gradients that are taken after the update of the one before. Put "
+                    "zero_grad(), forward and backward pass into a function."
                 )
         except UnsupportedRunError as error:
             self._tell(error, is_admitted=False)
@@ -208,8 +209,7 @@ class PrivateOptimizer(DPOptimizer):
         Returns:
             True if they are.
         """
-        run, passes = self.run, self._passes
-        step = run.cursor.steps_taken + 1
+        passes, step = self._passes, self.num_steps + 1
         self._check_settings(step)
         piece = self._piece = passes.take(step, params, block, self.hidden_norm())
         self._longest = max(self._longest, piece.longest)
@@ -237,33 +237,22 @@ class PrivateOptimizer(DPOptimizer):
         if type(noise) is not float or noise != self._valid_noise:
             validate.magnitude("noise_multiplier", noise)
             self._valid_noise = noise
-        if self.original_optimizer is not self._wrapped:
-            raise UnsupportedRunError(
-                f"step {step} uses another original_optimizer than the one at the start of the "
-                "run. Make another private optimizer for another one."
-            )
-        self.check_update_rule(self._wrapped)
-        now, fixed = self.settings, self._fixed
+        self.check_update_rule(self.original_optimizer)
+        now, fixed = self._read_constants(self), self._fixed
         if now != fixed:
-            name = next(name for name in fixed if now[name] != fixed[name])
+            values = zip(self.constants, now, fixed, strict=True)
+            name, got, expected = next(v for v in values if v[1] != v[2])
+            how = f"{name} = {got!r}, expected {expected!r} as"
+            if isinstance(expected, Optimizer | torch.Generator):
+                how = f"another {name} than"
             raise UnsupportedRunError(
-                f"step {step} uses {name} = {now[name]!r}, expected {fixed[name]!r} as at the "
-                f"start of the run: {self.constant}"
-            )
-        if self.generator is not self._own_generator:
-            raise UnsupportedRunError(
-                f"step {step} uses another noise generator than at the start of the run: its noise "
-                "may be that of earlier steps. Leave it alone."
-            )
-        if self.step_hook is not None:
-            raise UnsupportedRunError(
-                f"step {step} has a step_hook, which sees the gradients and can change them. Do "
-                "your own work after optimizer.step()."
+                f"step {step} uses {how} at the start of the run: {self.constant}"
             )
         self._schedule.check_rate(step, self.original_optimizer)
         self._passes.check_trained(step)
-        managed = {id(p) for g in self.param_groups for p in g["params"] if p.requires_grad}
-        own = {id(p) for p in self.trained if p.requires_grad}
+        held = [p for g in self.original_optimizer.param_groups for p in g["params"]]
+        managed = [id(p) for p in held if p.requires_grad]
+        own = [id(p) for p in self.trained if p.requires_grad]
         if managed != own:
             raise UnsupportedRunError(
                 f"step {step} optimizes {len(managed)} parameters, expected the {len(own)} of the "
@@ -278,7 +267,6 @@ class PrivateOptimizer(DPOptimizer):
             self.run.record.add(self.recorded(passes.index, totals.rows, totals.largest_norm))
         self._is_moving = self.run.accounted.has_moved = True
         self.move(piece)
-        passes.keep()
         if is_last:
             self._longest = 0.0
             passes.after(piece.step)
@@ -286,7 +274,7 @@ class PrivateOptimizer(DPOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears gradients as DPOptimizer does; they become None, and take no memory."""
         is_first = not self._is_last_step_skipped
-        for group in self.param_groups:
+        for group in self.original_optimizer.param_groups:
             for param in group["params"]:
                 param.grad = param.grad_sample = None
                 if is_first:
@@ -327,7 +315,7 @@ class PrivateOptimizer(DPOptimizer):
                 "Change max_grad_norm between logical steps only."
             )
         self._clip_norm = now
-        return piece
+        return piece  # type: ignore[no-any-return]
 
     def add_noise(self) -> None:
         """Adds noise as Opacus does, to sums that are complete; of several processes once."""
@@ -346,21 +334,19 @@ class PrivateOptimizer(DPOptimizer):
         if group is None:
             self._totals = Totals(self._passes.rows, self._longest)
         else:
-            settings = self._settings_of(piece)
-            self._totals = group.agree(settings, self._passes.rows, self._longest)
-            group.add_up([p.grad for p in piece.params])
+            self._totals = group.agree(self._described(piece), self._passes.rows, self._longest)
+            group.add_up([p.grad for p in piece.params])  # type: ignore[misc]
 
-    def _settings_of(self, piece: Piece) -> str:
+    def _described(self, piece: Piece) -> str:
         """Returns all that has to be the same in all processes that take this step, in words."""
         groups = [
-            {k: v for k, v in sorted(group.items()) if k != "params" and not _is_on_device(v)}
+            {name: value for name, value in sorted(group.items()) if name != "params"}
             for group in self.param_groups
         ]
-        block = f", block {piece.block}" if len(self.blocks) > 1 else ""
         return (
-            f"step {piece.step} on batch {self._passes.index}{block}, noise_multiplier = "
-            f"{self.noise_multiplier!r}, max_grad_norm = {self.max_grad_norm!r}, options {groups}, "
-            f"{len(self.params)} trained parameters"
+            f"step {piece.step} on batch {self._passes.index}, block {piece.block}, "
+            f"noise_multiplier = {self.noise_multiplier!r}, max_grad_norm = "
+            f"{self.max_grad_norm!r}, options {groups}, {len(piece.params)} trained parameters"
         )
 
     def scale_grad(self) -> None:
@@ -438,7 +424,7 @@ class PrivateOptimizer(DPOptimizer):
         """Returns the learning rates and the decay of so many steps, where they count."""
         return 1.0, 0.0
 
-    # What is said about it
+    # What a mechanism says about itself
 
     @property
     def update_rule(self) -> str:
@@ -455,22 +441,11 @@ class PrivateOptimizer(DPOptimizer):
         """Assumptions that the step checks."""
         yield Assumption.checked(self.checked)
 
-    # What stays the same
-
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that have to stay the same in a run, by name; plain types."""
-        return {
-            "loss_reduction": self.loss_reduction,
-            "expected_batch_size": self.expected_batch_size,
-            "secure_mode": self.secure_mode,
-        }
+    # Its part of a step
 
     def check_update_rule(self, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError unless the wrapped optimizer moves as the bound says."""
         raise NotImplementedError
-
-    # Its part of a step
 
     @property
     def blocks(self) -> Sequence[Sequence[nn.Parameter]]:
@@ -482,7 +457,7 @@ class PrivateOptimizer(DPOptimizer):
         return 0.0
 
     def move(self, piece: Piece) -> None:
-        """Moves the parameters along their noisy gradients, and no others."""
+        """Moves the parameters, and no others, along their noisy gradients; and `Passes.own`."""
         raise NotImplementedError
 
     def recorded(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
@@ -522,8 +497,6 @@ class PrivateOptimizer(DPOptimizer):
             ValueError: The state is of another run, or damaged.
         """
 
-    # Between the steps
-
     @property
     def num_steps(self) -> int:
         """Number of steps taken."""
@@ -546,11 +519,5 @@ class PrivateOptimizer(DPOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         raise UnsupportedRunError(
             f"{type(self).__name__} cannot be copied or pickled: the steps of a copy would be "
-            "missing from epsilon. Use engine.save_checkpoint, or make "
-            "another optimizer for another run."
+            "missing from epsilon. Use engine.save_checkpoint, or make another optimizer."
         )
-
-
-def _is_on_device(value: Any) -> bool:
-    """Tells whether somebody would have to wait for a value."""
-    return isinstance(value, torch.Tensor) and not is_on_host(value)

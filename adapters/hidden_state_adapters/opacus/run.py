@@ -16,9 +16,10 @@ from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.batch_plans import BatchPlan, hash_of
 from hidden_state_adapters.opacus.apart import random_numbers_as_before
 from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.head import HeadRun
 from hidden_state_adapters.opacus.loader import BatchCursor
 from hidden_state_adapters.opacus.noise import whose_noise
-from hidden_state_adapters.opacus.passes import HeadRun, Passes
+from hidden_state_adapters.opacus.passes import Passes
 from hidden_state_adapters.opacus.processes import Digest
 from hidden_state_adapters.opacus.registry import AccountedRun, check_later_steps, note_branch
 from hidden_state_adapters.opacus.sampled import SampledRun

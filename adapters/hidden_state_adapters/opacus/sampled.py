@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -13,26 +14,46 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
-from hidden_state_adapters.opacus.apart import Call, halves, outputs_of
+from hidden_state_adapters.opacus.apart import (
+    Call,
+    halves,
+    losses_add_up,
+    losses_are_apart,
+    outputs_of,
+)
 from hidden_state_adapters.opacus.declared import DeclaredRun
 from hidden_state_adapters.opacus.frozen import refuse_packed_sequences
 from hidden_state_adapters.opacus.gradients import (
     Figure,
     Piece,
     any_of,
-    counted_writes,
-    differ,
+    check_gradients,
+    gradients_of,
+    joint_norms,
     read,
     rows_of,
+    sums_of_records,
     why_not_records,
 )
 from hidden_state_adapters.opacus.loader import BatchCursor, tensors_of
-from hidden_state_adapters.opacus.passes import ONE_CALL, Passes
-from hidden_state_adapters.opacus.precision import (
-    check_arithmetic,
-    check_convolutions,
-)
+from hidden_state_adapters.opacus.passes import Passes
+from hidden_state_adapters.opacus.precision import check_arithmetic, check_convolutions
 from hidden_state_adapters.opacus.wrappers import GhostModule
+
+LOSS_OF_RECORDS = (
+    "the loss of a batch is the mean (or sum) of the losses of its records: no class weights or "
+    "token counts in a mean, no contrastive terms"
+)
+_MIXING_CRITERION = (
+    "the criterion that was passed mixes the records of a batch (class weights or a number of "
+    "tokens in a mean, a contrastive term?), and no clip bounds one of them. Take the mean of "
+    'losses with reduction="none" (docs/opacus.md, "The loss of a record").'
+)
+_MIXING_LOSS = (
+    "a number that the model returns for a batch, such as its loss, is not the mean or sum of "
+    "those of both halves: no clip bounds one record. Take the mean of the losses of the records "
+    '(docs/opacus.md, "The loss of a record"); return other numbers with .item().'
+)
 
 
 class SampledRun(Passes):
@@ -49,24 +70,27 @@ class SampledRun(Passes):
 
     def __init__(self, declared: DeclaredRun, cursor: BatchCursor):
         super().__init__(declared, cursor)
-        if declared.arguments.is_ghost and not self._is_composed:
+        arguments = declared.arguments
+        if arguments.is_ghost and not self._is_composed:
             raise UnsupportedRunError(
                 'Expected grad_sample_mode = "hooks" with what asks for the gradient of every '
                 'record (mechanism, loss_geometry, after), got "ghost": Opacus leaves only sums '
                 "that are clipped. Leave it out."
             )
-        module = self._module
-        self._trained = [part for _, part in trainable_modules(module)]
-        self._calls: list[Call] = []  # of the passes since the last piece that count
-        self._open = 0  # the last ones of them, whose backward pass is not over
+        self._maps_records = arguments.loop_maps_records
+        self._divides = arguments.loss_reduction == "mean"
+        # That of ghost clipping is called record by record.
+        self._criterion = None if arguments.is_ghost else arguments.criterion
+        self._has_apart_losses: bool | None = None
+        self._trained = [part for _, part in trainable_modules(self._module)]
+        self._open = 0  # the last passes, whose backward pass is not over
         self._counting = self._trained  # layers at which Opacus counts the records of a batch
         self._miscounted: set[nn.Module] = set()  # those of them that count something else
         self._whole = 0  # records of the batch that is looked at
         self._strayed: Figure = False  # whether a pass used other weights
-        self._first: list[tuple[torch.Tensor, int]] = []  # what the first block of a step used
         self._is_idle = False
-        self.handles = [module.register_forward_pre_hook(self._begin, with_kwargs=True)]
-        refuse_packed_sequences(module)
+        self.handles = [self._module.register_forward_pre_hook(self._begin, with_kwargs=True)]
+        refuse_packed_sequences(self._module)
 
     def follow(self, private: Any) -> None:
         """Takes the module that `private_module` made, in which Opacus' hooks are."""
@@ -79,21 +103,20 @@ class SampledRun(Passes):
             private.cleared, self._clears = self.cleared, True
 
     def _begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._is_idle or not (torch.is_grad_enabled() and self._is_training()):
+        if self._is_idle or not torch.is_grad_enabled():
+            return
+        if not any(part.training for part in self._trained):
             return
         if not self._is_composed:
             self._check_hooks()
-        self._frozen.hold()
-        self._frozen.check_batch_norm(self._modules)
+        self._declared.frozen.hold()
+        self._declared.frozen.check_batch_norm(self._modules)
         self._open = self._open + 1 if self._waits() else 1
         self._calls.append((args, kwargs))
         self._strayed = any_of([self._strayed, self._is_moved()])
-        if self._has_loss:
+        if self._declared.loss is not None:
             check_arithmetic(self.params)
             check_convolutions(self.params)
-
-    def _is_training(self) -> bool:
-        return any(part.training for part in self._trained)
 
     def _waits(self) -> bool:
         """Tells whether Opacus waits for the backward pass of some use of a parameter."""
@@ -107,81 +130,73 @@ class SampledRun(Passes):
 
     def take(self, step: int, params: Sequence[nn.Parameter], block: int, error: Figure) -> Piece:
         """See `Passes.take`."""
-        self._step = step
         if len(self._calls) > 1 and not self._maps_records:
             raise UnsupportedRunError(
                 f"step {step} follows {len(self._calls)} training passes through the model, "
-                "expected 1: Opacus adds row i of one to row i of the others, and nobody sees "
-                "whether they are of one record. (A look at the outputs without torch.no_grad(), "
-                "gradient accumulation, two losses with a pass each?) Evaluate in eval() mode or "
-                "under torch.no_grad(), step once per pass, clear what a pass left that is not "
-                "trained (optimizer.zero_grad(), after its backward pass), and save memory with "
-                f"BatchMemoryManager instead of checkpointing. {ONE_CALL}"
+                "expected 1: nobody sees whether row i of each is of one record. For gradient "
+                "accumulation use BatchMemoryManager; look at outputs under torch.no_grad(). For "
+                'twins, views and GANs see docs/opacus.md, "Siamese networks and GANs".'
             )
-        piece = Piece(step, params, block)
         try:
-            if self.ghost is None:
-                piece.rows = rows_of(self._named(params), self._rows_of(self.inputs))
-            else:
-                piece.known_norms = self._norms_of_ghost()
-                piece.rows = len(piece.known_norms)
+            norms = self._norms(params) if self.ghost is None else self._norms_of_ghost()
         except UnsupportedRunError as problem:
             raise UnsupportedRunError(f"step {step}: {problem}") from None
-        self._take_batch(step, piece.rows, block)
-        is_other = self._has_other_batch(piece.rows)
-        moved = any_of([self._is_moved(), self._strayed])
-        largest, other_inputs = piece.largest_norm, block > 0 and self._has_other_inputs()
-        if block == 0:
-            self._first = [(x, counted_writes(x)) for x in self.inputs]
-        self._whole = piece.rows
-        mixes = self._look_once(piece, self._computed) if self._is_open else ""
+        rows = len(norms)
+        self._take_batch(step, rows, block)
+        is_other = self._has_other_batch(rows)
+        is_moved = any_of([self._is_moved(), self._strayed])
+        mixes = self._look(rows) if self._is_open and rows > 1 and self._calls else ""
         if self._miscounted:
             names = [name for name, part in self._modules if part in self._miscounted]
             raise UnsupportedRunError(f"step {step}: {why_not_records(names)}")
-        found = read([is_other, moved, largest, other_inputs, error])
-        is_other, moved, piece.longest, other_inputs, piece.error = found
-        if is_other:
-            raise self._other_inputs()
-        self._judge(piece, moved, mixes, other_inputs)
-        return piece
+        largest = norms.max() if rows else 0.0
+        found = read([is_other, is_moved, self._is_other_block(block), largest, error])
+        is_other, is_moved, is_other_block, longest, length = found
+        self._judge(is_other, is_moved, is_other_block, mixes)
+        check_gradients(step, longest, self._declared.lipschitz)
+        sums = functools.partial(sums_of_records, params)
+        return Piece(step, params, block, norms, sums, longest, length)
 
-    def _named(self, params: Sequence[nn.Parameter]) -> dict[str, nn.Parameter]:
+    def _norms(self, params: Sequence[nn.Parameter]) -> torch.Tensor:
         known = {id(param): name for name, param in self._module.named_parameters()}
-        return {known.get(id(param), str(i)): param for i, param in enumerate(params)}
-
-    def _rows_of(self, values: Iterable[Any], dim: int | None = None) -> int | None:
-        """Returns the rows of the first tensor that has some; None where nobody knows."""
-        dim = self._dim if dim is None else dim
-        tensors = (x for x in values if isinstance(x, torch.Tensor))
-        return next((x.shape[dim] for x in tensors if x.dim() > dim), None)
+        named = {known.get(id(param), str(i)): param for i, param in enumerate(params)}
+        rows_of(named, _rows_of(self.inputs, self._dim))
+        return joint_norms([gradients_of(param) for param in params])
 
     def _norms_of_ghost(self) -> torch.Tensor:
         norms = self.ghost._per_sample_gradient_norms  # that Opacus clipped with
         if norms is None:
             raise UnsupportedRunError(
-                "got no gradients that Opacus clipped, expected the backward "
-                'pass of the criterion that make_private returned: with grad_sample_mode="ghost" '
-                "it makes the second pass, in which the gradients are clipped."
+                "got no gradients that Opacus clipped, expected the backward pass of the criterion "
+                'that make_private returned: with grad_sample_mode="ghost" it makes the second '
+                "pass, in which the gradients are clipped."
             )
         self.ghost.check_sums()
         return norms.detach()  # type: ignore[no-any-return]
 
-    def _has_other_inputs(self) -> Figure:
-        """Tells whether a block is updated on something else than the first one."""
-        inputs = self.inputs
-        if len(inputs) != len(self._first):
-            return True
-        pairs = zip(inputs, self._first, strict=True)
-        return any_of(_is_other(x, old, writes) for x, (old, writes) in pairs)
+    # What model and criterion do to the records
 
-    def _outputs(self, piece: Piece) -> Sequence[torch.Tensor]:
-        call = self.call
-        assert call is not None
-        return outputs_of(self._module, self._computed, call, piece.rows)
+    def _look(self, rows: int) -> str:
+        """Says how model or criterion mix records, once, of the first batch of several."""
+        self._whole, call = rows, self._calls[0]
+        mixes = self._mixing(self._computed, rows)
+        if mixes or self._dim:
+            return mixes
+        if self._criterion is None:
+            adds_up = losses_add_up(self._module, self._computed, call, rows)
+            return _MIXING_LOSS if adds_up is False else ""
+        try:
+            outputs = outputs_of(self._module, self._computed, call, rows)
+            tensors = self._collated.tensors(self._step, rows)
+        except Exception:  # whatever model, data set or collate_fn may raise that is called again
+            return ""
+        apart = losses_are_apart(self._criterion, outputs, tensors, self._divides)
+        self._has_apart_losses = apart
+        return _MIXING_CRITERION if apart is False else ""
 
     def _computed(self, call: Call) -> list[torch.Tensor]:
         args, kwargs = call
-        rows = {self._rows_of([x]) for x in tensors_of(call)}
+        rows = {_rows_of([x], self._dim) for x in tensors_of(call)}
         parts = {len(half) for half in halves(self._whole)} - {1}  # what is broadcast fits all
         is_part = self._whole not in rows and not rows.isdisjoint(parts)
         seen: set[nn.Module] = set()
@@ -189,7 +204,7 @@ class SampledRun(Passes):
         def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             # A sequence that is as long as the batch has records stays so in a part of it.
             dim = 0 if isinstance(layer, RNNLinear) else self._dim
-            if is_part and self._rows_of(inputs[:1], dim) == self._whole:
+            if is_part and _rows_of(inputs[:1], dim) == self._whole:
                 seen.add(layer)
 
         handles = [layer.register_forward_pre_hook(note) for layer in self._counting]
@@ -203,41 +218,27 @@ class SampledRun(Passes):
 
     def used(self) -> None:
         """See `Passes.used`."""
-        self._calls, self._strayed = [], False
+        super().used()
+        self._strayed = False
         if self.ghost is not None:
             self.ghost._per_sample_gradient_norms = None
 
-    def after(self, step: int) -> None:
-        """See `Passes.after`."""
-        super().after(step)
-        self._first, self._calls = [], []
-
-    @property
-    def inputs(self) -> Sequence[torch.Tensor]:
-        """The tensors that went into the model in all passes that count."""
-        return tuple(tensors_of(self._calls))
-
-    @property
-    def call(self) -> Call | None:
-        """See `Passes.call`."""
-        return self._calls[0] if self._calls else None
-
     @property
     def assumptions(self) -> Iterable[Assumption]:
-        """The checked, the declared and the public assumptions."""
-        yield from self._of_the_batches()
-        yield from self._of_the_model()
+        """The assumptions of `Passes`, and those about passes and loss of the loop."""
+        yield from super().assumptions
         if self._maps_records:
             yield Assumption.declared(
                 "of several passes before a step row i is made of record i alone, or of no record"
             )
-        yield from self._of_the_gradients()
+        looked = (
+            " (the criterion that was passed was looked at once, on the first batch; that the "
+            "loop uses it was not)"
+        )
+        yield Assumption.declared(f"{LOSS_OF_RECORDS}{looked if self._has_apart_losses else ''}")
 
 
-def _is_other(tensor: torch.Tensor, old: torch.Tensor, writes: int) -> Figure:
-    if counted_writes(old) != writes:
-        return True
-    if tensor is old:
-        return False
-    kinds = [(x.dtype, x.shape, x.device) for x in (tensor, old)]
-    return kinds[0] != kinds[1] or differ(tensor.detach(), old.detach())
+def _rows_of(values: Iterable[Any], dim: int) -> int | None:
+    """Returns the rows of the first tensor that has some; None where nobody knows."""
+    tensors = (x for x in values if isinstance(x, torch.Tensor))
+    return next((x.shape[dim] for x in tensors if x.dim() > dim), None)

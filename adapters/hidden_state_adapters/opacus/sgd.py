@@ -36,13 +36,11 @@ class HiddenStateOptimizer(PrivateOptimizer):
     Regulariser of `make_private`, P its projection: on a ball for all parameters
     together, or another set.
 
-    `HiddenStatePrivacyEngine.make_private` makes it.
-
     Formal guarantees:
       - Relation and released iterates: those of the recorded `LastIterateDpEvent`.
       - By construction of a known loss: the step is computed from the batch that was dealt, the
         formula of the loss and the last iterate. Of a declared one the gradients are those that
-        Opacus, or the loop's backward pass at a linear head, left.
+        Opacus left.
       - Checked at every step: batch and number of records; plain SGD with equal groups; the model
         is the last iterate; gradient and feature norms within their declared bounds.
 
@@ -58,9 +56,6 @@ class HiddenStateOptimizer(PrivateOptimizer):
 
     base_types = (SGD,)
     checked = "plain SGD with equal groups; learning rate, decay, clip norm and noise as recorded"
-
-    def _start(self) -> None:
-        self._lipschitz, self._maps = self.declared.lipschitz, tuple(self.declared.maps.values())
 
     @classmethod
     def check_arguments(
@@ -101,14 +96,18 @@ class HiddenStateOptimizer(PrivateOptimizer):
 
     def clip_and_accumulate(self) -> None:
         """Adds what Opacus would, if the clip leaves the declared bound alone or is below it."""
-        check_clip_margin(float(self.max_grad_norm), self._lipschitz)
+        check_clip_margin(float(self.max_grad_norm), self.declared.lipschitz)
         super().clip_and_accumulate()
 
     def move(self, piece: Piece) -> None:
         """Makes the step of plain SGD that was recorded, then the prox and the projection."""
-        move_by_sgd(self.original_optimizer, piece.params)
-        for part in self._maps:
-            part.apply(piece.params, self._update["learning_rate"])
+        passes = self._passes
+        move_by_sgd(self.original_optimizer, passes.own, passes.params)
+        passes.show()
+        for part in self.declared.maps.values():
+            part.apply(passes.params, self._update["learning_rate"])
+        if self.declared.maps:
+            passes.keep()
 
     def recorded(self, batch: int | None, rows: int, largest_norm: float, **values: Any) -> Step:
         """Returns the record of a step, with the rate and decay that are about to act."""

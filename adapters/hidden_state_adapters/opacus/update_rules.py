@@ -16,9 +16,12 @@ from hidden_state_accountants import UnsupportedRunError
 NEUTRAL = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
 """Options of SGD that make it another rule, with the values at which they do not."""
 
-_CAUSES = {
-    "momentum": ", and OneCycleLR or CyclicLR with cycle_momentum=False (they set it otherwise)"
-}
+WHY_NOT_ADAPTIVE = (
+    "it also publishes how many gradients were not clipped, and noise_multiplier does not pay for "
+    "that: the count moves by 1 with a record, where the formula for the noise takes 1/2, and it "
+    "is divided by the exact size of the batch"
+)
+"""About Opacus' adaptive clipping, whose clip norm follows that count."""
 
 
 class UnsupportedUpdateError(UnsupportedRunError):
@@ -48,9 +51,8 @@ def sgd_options(optimizer: Optimizer) -> dict[str, float]:
     if type(optimizer) is not SGD:
         raise UnsupportedUpdateError(
             f"Expected torch.optim.SGD, got {type(optimizer).__name__}",
-            "no last-iterate theorem here covers another update rule (it keeps a state that "
-            "depends on all earlier gradients). Use plain SGD, or account every step with a stock "
-            "PrivacyEngine.",
+            "no last-iterate theorem here covers another update rule. Use plain SGD, or account "
+            "every step with a stock PrivacyEngine.",
         )
     first, *others = optimizer.param_groups
     for index, group in enumerate(others, 1):
@@ -64,10 +66,14 @@ def sgd_options(optimizer: Optimizer) -> dict[str, float]:
     for name, neutral in NEUTRAL.items():
         value = first.get(name, neutral)
         if value != neutral:
+            remedy = f"Use torch.optim.SGD(params, lr, weight_decay=...) without {name}"
+            if name == "momentum":
+                remedy += (
+                    ", and OneCycleLR or CyclicLR with cycle_momentum=False (they set it otherwise)"
+                )
             raise UnsupportedUpdateError(
                 f"Expected {name} = {neutral}, got {value!r}",
-                "no last-iterate theorem here covers it. Use torch.optim.SGD(params, lr, "
-                f"weight_decay=...) without {name}{_CAUSES.get(name, '')}.",
+                f"no last-iterate theorem here covers it. {remedy}.",
             )
     refuse_step_hooks(optimizer)
     return {"lr": float(first["lr"]), "weight_decay": float(first["weight_decay"])}
@@ -118,33 +124,25 @@ def refuse_step_hooks(optimizer: Optimizer) -> None:
                 "registered with register_step_pre_hook or register_step_post_hook",
                 "it can change the update unseen. Remove it.",
             )
-    hooks = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
-    # torch's profiler counts steps with one, and stock engines look who takes them.
-    known = "torch.", "hidden_state_adapters."
-    foreign = [h for h in hooks if not getattr(h, "__module__", "").startswith(known)]
-    if foreign:
-        raise UnsupportedUpdateError(
-            f"Expected no step hooks for all optimizers, got {foreign[0]!r} from "
-            "register_optimizer_step_pre_hook or register_optimizer_step_post_hook",
-            "it can change the update unseen. Remove it.",
-        )
+    for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
+        for hook in hooks.values():
+            # torch's profiler counts steps with one, and stock engines look who takes them.
+            known = "torch.", "hidden_state_adapters."
+            if not getattr(hook, "__module__", "").startswith(known):
+                raise UnsupportedUpdateError(
+                    f"Expected no step hooks for all optimizers, got {hook!r} from "
+                    "register_optimizer_step_pre_hook or register_optimizer_step_post_hook",
+                    "it can change the update unseen. Remove it.",
+                )
 
 
 def check_type(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) -> None:
     """Raises UnsupportedRunError unless `optimizer` is exactly of an `allowed` type."""
-    if type(optimizer) in allowed:
-        return
-    if isinstance(optimizer, DPOptimizer):
-        remedy = "Pass its original_optimizer."
-    else:
-        remedy = (
-            "The noisy update may go through any rule that sees nothing else of the records, but "
-            "only these were read."
+    if type(optimizer) not in allowed:
+        names = " or ".join(f"torch.optim.{kind.__name__}" for kind in allowed)
+        raise UnsupportedRunError(
+            f"Expected {names} in {name}, got {type(optimizer).__name__}: only these were read."
         )
-    raise UnsupportedRunError(
-        f"Expected {' or '.join(f'torch.optim.{t.__name__}' for t in allowed)} in {name}, got "
-        f"{type(optimizer).__name__}. {remedy}"
-    )
 
 
 def move_by_any_rule(base: Optimizer) -> None:
@@ -156,61 +154,50 @@ def move_by_any_rule(base: Optimizer) -> None:
     base.step()
 
 
-def move_by_sgd(base: Any, params: Sequence[nn.Parameter]) -> None:
-    """Makes a step of plain SGD, of `params` alone: others may have gradients without noise.
-
-    Gradients are switched off where it is called.
+def move_by_sgd(base: Any, iterate: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> None:
+    """Makes a step of plain SGD; gradients are switched off where it is called.
 
     Args:
         base: Wrapped torch.optim.SGD, whose groups have equal options.
-        params: Parameters with their noisy gradients.
+        iterate: Tensors that are moved.
+        params: Parameters with the noisy gradients of each of them.
     """
     options = base.param_groups[0]
     decay, rate = float(options["weight_decay"]), float(options["lr"])
-    for p in params:
-        assert p.grad is not None
-        p.add_(torch.add(p.grad, p, alpha=decay) if decay else p.grad, alpha=-rate)
+    for own, param in zip(iterate, params, strict=True):
+        assert param.grad is not None
+        own.add_(torch.add(param.grad, own, alpha=decay) if decay else param.grad, alpha=-rate)
     base._opt_called = True  # what torch's schedulers look for before they warn
 
 
-def holds_tensors(state: Mapping[Any, Mapping[str, Any]]) -> bool:
-    """Tells whether the state of an optimizer, by parameter, holds momentum or moments."""
-    return any(isinstance(v, torch.Tensor) for part in state.values() for v in part.values())
+def _holds_tensors(part: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, torch.Tensor) for value in part.values())
 
 
 def _is_fresh(part: Mapping[str, Any]) -> bool:
     """Tells whether the state of a parameter is from before the first step, as Adagrad's may be."""
     if "step" in part:
         return float(part["step"]) == 0
-    return not holds_tensors({None: part})
+    return not _holds_tensors(part)
 
 
 def refuse_moments(optimizer: Optimizer) -> None:
     """Raises UnsupportedRunError if an optimizer took steps that nobody accounts."""
-    if not all(_is_fresh(part) for part in optimizer.state.values()):
+    if not all(map(_is_fresh, optimizer.state.values())):
         raise UnsupportedRunError(
             f"Expected a {type(optimizer).__name__} that took no step, got one with a state "
-            "(momentum, moments): it may hold gradients without noise, which the first steps "
-            "would show. Construct a new one; engine.load_checkpoint restores the state of a "
-            "run."
+            "(momentum, moments): it may hold gradients without noise. Construct a new one; "
+            "engine.load_checkpoint restores the state of a run."
         )
 
 
 def refuse_loaded_moments(state_dict: Mapping[str, Any]) -> None:
     """Raises UnsupportedRunError for moments that are not part of an engine's checkpoint."""
-    if holds_tensors(state_dict["state"]):
+    if any(map(_holds_tensors, state_dict["state"].values())):
         raise UnsupportedRunError(
             "Expected engine.load_checkpoint, got load_state_dict with momentum or moments: "
             "from elsewhere they may hold gradients without noise, which the steps would show."
         )
-
-
-WHY_NOT_ADAPTIVE = (
-    "it also publishes how many gradients were not clipped, and noise_multiplier does not pay for "
-    "that: the count moves by 1 with a record, where the formula for the noise takes 1/2, and it "
-    "is divided by the exact size of the batch"
-)
-"""About Opacus' adaptive clipping, whose clip norm follows that count."""
 
 
 def refuse_per_layer(**norms: Any) -> None:

@@ -31,8 +31,7 @@ class _Followed(GradSampleHooks):
 
     Opacus takes the latest activations that it has, whatever the gradient is of. Here a hook at the
     output of a training pass remembers them. A pass in eval() mode has none, and layers that work
-    in place may follow, of which torch takes no hook of a module. What goes wrong in a pass is
-    translated into an UnsupportedRunError.
+    in place may follow, of which torch takes no hook of a module.
 
     Attributes:
         cleared: Function that is told that the gradients of the parameters were cleared.
@@ -57,19 +56,13 @@ class _Followed(GradSampleHooks):
         before = len(getattr(module, "activations", ()))
         try:
             super().capture_activations_hook(module, inputs, output)
-        except NotImplementedError:  # ghost clipping
-            raise UnsupportedRunError(
-                f"Expected {self._name(module)} once in a pass, got it twice before a backward "
-                "pass (tied weights, several passes): ghost clipping cannot add up norms. Use "
-                'grad_sample_mode="hooks".'
-            ) from None
         except AttributeError as error:
             if all(hasattr(p, "_forward_counter") for p in module.parameters() if p.requires_grad):
                 raise
             raise UnsupportedRunError(
                 f"Expected the weights of {self._name(module)} that make_private got, got others "
-                "(functional_call, a swapped parameter, sharpness-aware training): Opacus would "
-                "compute no gradients of them. Call the model itself, with its own weights."
+                "(functional_call, a swapped parameter): Opacus would compute no gradients of "
+                "them. Call the model itself, with its own weights."
             ) from error
         first = output[0] if isinstance(output, tuple | list) else output
         if not (isinstance(first, torch.Tensor) and first.requires_grad):
@@ -86,35 +79,17 @@ class _Followed(GradSampleHooks):
     def _take_gradient(self, module: Any, waiting: list[Any], gradient: torch.Tensor) -> None:
         if not self.hooks_enabled:
             return
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not waiting:
             raise UnsupportedRunError(
-                f"Expected one backward pass of the loss, got one with create_graph=True through "
-                f"{self._name(module)}: a gradient penalty needs second derivatives of every "
-                "record, which Opacus does not compute. Leave it out (weight clipping or spectral "
-                "normalisation do without)."
-            )
-        if not waiting:
-            raise UnsupportedRunError(
-                f"Expected one backward pass through every training pass, got a second one at "
-                f"{self._name(module)}. Add up the losses and call backward() once: (first + "
-                "second).backward(). A gradient penalty has a second pass, too: leave it out."
+                f"Expected one backward pass through every training pass, got a second one (or "
+                f"create_graph=True, a gradient penalty) at {self._name(module)}. Add up the "
+                "losses and call backward() once: (first + second).backward()."
             )
         own = waiting.pop()
         others = [kept for kept in module.activations if kept is not own]
         module.activations = [*others, own]  # Opacus takes the last one
-        try:
-            self.capture_backprops_hook(
-                module,
-                None,
-                (gradient,),
-                loss_reduction=self.loss_reduction,
-                batch_first=self.batch_first,
-            )
-        except Exception as error:
-            raise UnsupportedRunError(
-                f"Opacus could not compute the per-example gradients of {self._name(module)}: "
-                f"{type(error).__name__}: {error}. {_remedy(module, error)}"
-            ) from error
+        options = {"loss_reduction": self.loss_reduction, "batch_first": self.batch_first}
+        self.capture_backprops_hook(module, None, (gradient,), **options)
 
     def _refuse_gradient(self, module: nn.Module, gradient: torch.Tensor) -> None:
         raise UnsupportedRunError(
@@ -131,24 +106,6 @@ class _Followed(GradSampleHooks):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy trains nothing: its parameters have ordinary gradients."""
         self.__dict__.update(state, hooks_enabled=False, cleared=None)
-
-
-def _remedy(module: nn.Module, error: Exception) -> str:
-    if isinstance(module, nn.EmbeddingBag):
-        return (
-            "It reads bags from (input, offsets), both passed by position. Use nn.Embedding, and "
-            ".sum(dim=1) or .mean(dim=1) of what it returns."
-        )
-    if "_current_grad_sample" in str(error):
-        return (
-            "A weight is computed from another parameter (torch.nn.utils.prune, weight_norm). "
-            "Prune after the last step, or make it permanent before make_private "
-            "(torch.nn.utils.prune.remove)."
-        )
-    return (
-        "Replace the layer, register a sampler of your own "
-        '(opacus.grad_sample.register_grad_sampler), or try grad_sample_mode="functorch".'
-    )
 
 
 class PrivateHooks(_Followed):
@@ -188,11 +145,9 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
             if id(getattr(node, "variable", None)) in trained:
                 raise UnsupportedRunError(
                     "Expected a loss of the outputs of the model, got something beside them that "
-                    "reaches its parameters: a penalty in the loss, or another use of the weights. "
-                    'With grad_sample_mode="ghost" it is inside no clip, and one record changes '
-                    "how much of it is added. Leave it out; a penalty is the optimizer's "
-                    "weight_decay. (Nor may the output of a layer at several positions be "
-                    "changed in place: use inplace=False in the activation.)"
+                    "reaches its parameters (a penalty, another use of the weights, an output that "
+                    "is changed in place): it is inside no clip. A penalty is the optimizer's "
+                    "weight_decay; use inplace=False in activations."
                 )
             seen.add(node)
             into = self.outputs.get(node)
@@ -214,8 +169,7 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
             raise UnsupportedRunError(
                 "expected the clipped sums of the backward pass in .grad, got others, or hooks on "
                 "parameters: what changes them (clip_grad_norm_, a scale, another loss) acts "
-                "before the noise, which is for the sums as they are. Leave the gradients alone "
-                "until optimizer.step()."
+                "before the noise. Leave the gradients alone until optimizer.step()."
             )
 
     def _sums_now(self) -> list[Any]:
@@ -231,26 +185,15 @@ class GhostModule(_Followed, GradSampleModuleFastGradientClipping):
 
 
 def private_module(module: Any, *, grad_sample_mode: str, wrap_model: bool, **options: Any) -> Any:
-    """Makes the model private, as Opacus' `prepare_module` does, or again where it was before.
-
-    Raises:
-        UnsupportedRunError: Opacus does not take a layer.
-    """
+    """Makes the model private, as Opacus' `prepare_module` does, or again where it was before."""
     module = without_hooks(module)
-    try:
-        if grad_sample_mode == "ghost":
-            return GhostModule(module, **options)
-        del options["max_grad_norm"]
-        if grad_sample_mode == "ew":
-            return prepare_module(module, "ew", wrap_model, **options)
-        made = PrivateModule if wrap_model else PrivateHooks
-        return made(module, force_functorch=grad_sample_mode == "functorch", **options)
-    except NotImplementedError as error:
-        raise UnsupportedRunError(
-            f"Opacus does not take the model: {error}. Layers that are trained have no buffers "
-            "(make pruning permanent with torch.nn.utils.prune.remove, or prune after the last "
-            'step; replace others), and nn.EmbeddingBag needs grad_sample_mode="hooks".'
-        ) from error
+    if grad_sample_mode == "ghost":
+        return GhostModule(module, **options)
+    del options["max_grad_norm"]
+    if grad_sample_mode == "ew":
+        return prepare_module(module, "ew", wrap_model, **options)
+    made = PrivateModule if wrap_model else PrivateHooks
+    return made(module, force_functorch=grad_sample_mode == "functorch", **options)
 
 
 def without_hooks(module: Any) -> Any:
@@ -316,6 +259,6 @@ class RowLosses(DPLossFastGradientClipping):
             raise UnsupportedRunError(
                 f"Expected one loss for each record, shape (records,), got {shape[1:]} for each: "
                 "the clip factors of all records would multiply each of them. Flatten outputs and "
-                'targets (outputs.squeeze(1)), or use grad_sample_mode="hooks".'
+                "targets (outputs.squeeze(1))."
             )
         return _of_rows(made)
