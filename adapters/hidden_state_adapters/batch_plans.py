@@ -19,7 +19,6 @@ import numpy as np
 from hidden_state_accountants import BatchOrder, UnsupportedRunError
 from hidden_state_accountants.events.batch_order import (
     BINS,
-    EPOCH_ORDERS,
     OF_RANDOM_SIZE,
     batches_per_pass,
 )
@@ -44,16 +43,12 @@ class RandomKeys:
         seed: None reads the operating system's cryptographic source; there is no state that could
             leak. A seed makes draw number k a function of (seed, k).
         secret: Bytes that one of several processes read from the operating system's source, for
-            the same integers in all. Draw number k is SHAKE-128 of them and k, which nobody
-            tells from uniform integers who does not know them (FIPS 202). Without a seed only.
+            the same integers in all: draw number k is SHAKE-128 of them and k (FIPS 202). Without
+            a seed only.
     """
 
     seed: int | None = attrs.field(default=None, repr=False)
     secret: bytes | None = attrs.field(default=None, repr=False)
-
-    def draw(self, number: int, count: int) -> np.ndarray:
-        """Returns draw number `number`, shape (count,), dtype uint64."""
-        return self._words(number, count, _KEYS)
 
     def _words(self, number: int, count: int, use: int) -> np.ndarray:
         """Returns uniform 64-bit integers, with a seed or secret others for every use."""
@@ -76,9 +71,8 @@ class RandomKeys:
     def subset(self, number: int, count: int, size: int) -> np.ndarray:
         """Returns a uniform subset of `size` of range(count), in its order, int64: draw `number`.
 
-        Places are drawn until there are `size` different ones, so that no record is asked that is
-        not drawn. What is found has exactly the law of a uniform subset: to exchange two records
-        exchanges draws that are equally likely, and when to stop depends on numbers only.
+        Places are drawn until there are `size` different ones. What is found has exactly the law of
+        a uniform subset: to exchange two records exchanges draws that are equally likely.
         """
         if 2 * size > count:
             left_out = self.subset(number, count, count - size)
@@ -102,16 +96,12 @@ class RandomKeys:
 
     def permutation(self, number: int, count: int) -> np.ndarray:
         """Returns a uniform permutation of range(count), up to the 2**-64 chance of equal keys."""
-        return np.argsort(self.draw(number, count), kind="stable")
+        return np.argsort(self._words(number, count, _KEYS), kind="stable")
 
 
 @attrs.frozen
 class Share:
-    """The part of every batch that one of several processes uses: every `count`-th record.
-
-    The shares of all processes are disjoint, and together they are the batch. Their sizes differ by
-    one at most.
-    """
+    """The part of every batch that one of several processes uses: every `count`-th record."""
 
     rank: int = 0
     count: int = 1
@@ -216,12 +206,14 @@ class BatchPlan:
         if number not in self._draws:
             assert number > max(self._draws, default=-1), "an earlier draw is gone"
             self._draws[number] = self._drawn(number)
-        return self._draws[number].batch(index)
+        own = self._draws[number]
+        return np.asarray(own.order[own.part(index)]).tolist()  # type: ignore[no-any-return]
 
     def num_rows(self, step: int) -> int:
         """Returns the number of records of a step whose batch was drawn."""
         number, index = self._place(step)
-        return self._draws[number].rows(index)
+        part = self._draws[number].part(index)
+        return part.stop - part.start
 
     def _place(self, step: int) -> tuple[int, int]:
         """Returns the draw that a step is of, and its batch."""
@@ -266,26 +258,12 @@ class BatchPlan:
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
         """Restores a `private_state`; raises ValueError, and changes nothing, for other records."""
-        known = np.asarray(self.records)
-        draws = {
-            int(number): _Draw(np.asarray(order, dtype=np.int64), list(ends))
-            for number, (order, ends) in state.get("draws", {0: ([], [])}).items()
-        }
-        for own in draws.values():
-            used, is_whole = np.unique(own.order), self.order in EPOCH_ORDERS
-            fits = len(used) == len(own.order) and np.isin(used, known).all()
-            ends = [0, *own.ends, len(own.order)]
-            if not (
-                fits
-                and (len(used) == len(known) or not is_whole)
-                and len(own.ends) == (1 if self.draws_every_step else self.num_batches)
-                and ends == sorted(ends)
-                and ends[-2] == ends[-1]
-            ):
-                raise ValueError(
-                    "Expected batches of the same records in the private state, got others. Load "
-                    "the checkpoint into a run of the same data set."
-                )
+        draws = {int(k): _Draw(np.asarray(o, np.int64), e) for k, (o, e) in state["draws"].items()}
+        if not all(np.isin(own.order, self.records).all() for own in draws.values()):
+            raise ValueError(
+                "Expected batches of the same records in the private state, got others. Load "
+                "the checkpoint into a run of the same data set."
+            )
         self._draws = draws
 
     def __repr__(self) -> str:
@@ -307,15 +285,8 @@ class _Draw:
     order: Any
     ends: Sequence[int]
 
-    def batch(self, index: int) -> list[int]:
-        found: list[int] = np.asarray(self.order[self._start(index) : self.ends[index]]).tolist()
-        return found
-
-    def rows(self, index: int) -> int:
-        return self.ends[index] - self._start(index)
-
-    def _start(self, index: int) -> int:
-        return self.ends[index - 1] if index else 0
+    def part(self, index: int) -> slice:
+        return slice(self.ends[index - 1] if index else 0, self.ends[index])
 
 
 class EqualPlan(BatchPlan):
@@ -379,11 +350,10 @@ class SampledPlan(BatchPlan):
     """A fresh random batch in every step: POISSON and WITHOUT_REPLACEMENT (a uniform subset).
 
     POISSON: every record joins by itself at the sampling rate, rounded down to a multiple of
-    2**-64. So the size of a batch is binomial, and all batches of one size are equally likely: the
-    size is drawn first, then a uniform subset, in the time of the batch. The distance in total
-    variation is that of `Binomial`, below 2**-200 for a step. If more than `max_batch_size` join, a
-    uniform subset of that many stays and the others are DROPPED; nothing is drawn again, which
-    would change the law of the batch with the data.
+    2**-64. The size of a batch is drawn first, from the binomial law but for less than 2**-200 in
+    total variation, then a uniform subset of that size, in the time of the batch. If more than
+    `max_batch_size` join, a uniform subset of that many stays and the others are DROPPED; nothing
+    is drawn again, which would change the law of the batch with the data.
     """
 
     draws_every_step = True
@@ -421,8 +391,7 @@ class SampledPlan(BatchPlan):
     def _draw(self, step: int) -> np.ndarray:
         assert self._keys is not None
         size = self.batch_size if self._law is None else self._keys.size(step, self._law)
-        if self.max_batch_size is not None:
-            size = min(size, self.max_batch_size)
+        size = size if self.max_batch_size is None else min(size, self.max_batch_size)
         return self._keys.subset(step, len(self.records), size)
 
 
@@ -480,10 +449,9 @@ def plan_of(
     if used < size and not drops:
         raise UnsupportedRunError(
             f"Expected a batch_size that divides the {size} records, got {batch_size}: "
-            f"{order.value} batches must all have the same size. Choose a batch size that divides "
-            f"{size}, or pass {how} to use only the first {used} records. Or use "
-            'batch_order="poisson" (the default) or "without_replacement", which take any batch '
-            "size."
+            f"{order.value} batches must all have the same size. Pass {how} to use only the first "
+            f'{used} records, or use batch_order="poisson" or "without_replacement", which take '
+            "any batch size."
         )
     if used < size:
         _logger.info(
@@ -506,8 +474,6 @@ def hash_of(records: Sequence[int] | np.ndarray) -> str:
     """Returns a hash of indices in their order, some at a time."""
     found = hashlib.sha256()
     for start in range(0, len(records), _AT_ONCE):
-        part = records[start : start + _AT_ONCE]
-        if isinstance(part, range):
-            part = np.arange(part.start, part.stop, part.step, dtype=np.int64)  # type: ignore[assignment]
-        found.update(np.asarray(part, dtype=np.int64).tobytes())
+        part = np.asarray(records[start : start + _AT_ONCE], dtype=np.int64)
+        found.update(part.tobytes())
     return found.hexdigest()

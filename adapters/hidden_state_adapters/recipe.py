@@ -41,6 +41,7 @@ _STATISTICS = 0.1  # of the squared mu of the target is for the statistics of th
 _COVARIANCE = 0.1  # of it is for their covariance, beside the statistics
 _CORRECTION = 0.03  # of it is for what corrects probabilities or the intercept of a regression
 _MOST_NOISE = 0.025  # of its noise, in records: with more a correction is not worth its share
+_LONGEST_LOSSES = temperature.RECORD_NORM
 _LONGEST_RESIDUAL = 0.5  # in a mean of residuals, for targets in [-1, 1]
 _SECONDS = 2.0  # between two lines of progress
 
@@ -140,11 +141,10 @@ class Recipe:
             **options: Loss, classes and clip norm, for `hidden_state_accountants.recommend`.
         """
         warn_of_delta(target.delta, shape[0])
+        has_correction = has_correction and target.correction_pays(shape[0])
         statistics = target.share(_STATISTICS) if has_statistics else None
         covariance = target.share(_COVARIANCE) if has_covariance else None
-        correction = None
-        if has_correction and target.correction_pays(shape[0]):
-            correction = target.share(_CORRECTION)
+        correction = target.share(_CORRECTION) if has_correction else None
         run = hsa.recommend(
             shape[0],
             target.epsilon,
@@ -181,55 +181,49 @@ class Recipe:
     def guarantee(self, *assumptions: Assumption) -> Guarantee:
         """Returns the guarantee of the fit, with what it rests on and what an adapter adds."""
         accountant = hsa.LastIterateAccountant(self.run.neighboring_relation).compose(self.event)
-        event, found = self.run.event, accountant.guarantee
-        texts: tuple[Assumption, ...] = (
-            Assumption.checked(
+        event, found, checked = self.run.event, accountant.guarantee, Assumption.checked
+        texts = [
+            checked(
                 f"{event.num_steps} steps with constant settings, chosen before the records are "
                 "looked at",
                 Topic.FIXED_IN_ADVANCE,
             ),
-            Assumption.checked(
+            checked(
                 "every step is about all records, and all its noisy gradients may be released",
                 Topic.ORDER,
             ),
-            Assumption.checked(
+            checked(
                 f"sums of gradients are divided by the constant {event.batch_size}", Topic.DIVISOR
             ),
-            Assumption.checked(
+            checked(
                 "every record is brought to its norm by itself, and its gradient is no longer than "
                 f"{event.gradient_bound()[0]:g}",
                 Topic.GRADIENT_NORM,
             ),
-            Assumption.checked("training starts at zero", Topic.START),
+            checked("training starts at zero", Topic.START),
             OWN_NOISE,
             ONE_EXAMPLE,
             PUBLIC_CALLS,
             Assumption.public(f"the number of records, {event.dataset_size}"),
-        )
+        ]
         if self.covariance is not None:
-            texts += (
-                Assumption.checked(
-                    "the second moment of the centred features, each brought to norm 1 by itself, "
-                    "was released once, with Gaussian noise of multiplier "
-                    f"{self.covariance.noise_multiplier:.6g}; epsilon is that of everything "
-                    "together"
-                ),
+            what = (
+                "the second moment of the centred features, each brought to norm 1 by itself, was"
             )
+            texts.append(_released(what, self.covariance))
         if self.correction is not None:
-            what = "the losses at four temperatures, of every record together"
-            longest = temperature.RECORD_NORM
+            what = f"the losses at four temperatures, together no longer than {_LONGEST_LOSSES:g}"
             if self.run.loss == "squared_error":
-                what, longest = "the sum of the residuals, each", _LONGEST_RESIDUAL
-            texts += (
-                Assumption.checked(
-                    f"{what} no longer than {longest:g}, were released once, with Gaussian noise "
-                    f"of multiplier {self.correction.noise_multiplier:.6g}; epsilon is that of "
-                    "everything together"
-                ),
-            )
+                what = f"the sum of the residuals, each no longer than {_LONGEST_RESIDUAL:g}"
+            texts.append(_released(f"{what}, were", self.correction))
         return attrs.evolve(
             found, assumptions=replace_assumptions(found.assumptions, *texts, *assumptions)
         )
+
+    def released(self, what: str) -> Assumption:
+        """Returns the assumption about statistics, `what` with its verb, that were released."""
+        assert self.statistics is not None
+        return _released(what, self.statistics)
 
     def spend(self, sent_from: pathlib.Path | None = None) -> str | None:
         """Counts the fit in a budget, before anything of it happens, and says so; None for none.
@@ -304,7 +298,7 @@ class Recipe:
             target = Target(run.target_epsilon, run.delta, run.neighboring_relation)
             records = run.event.dataset_size / target.share(1.0).noise_multiplier
             return temperature.public_scale(classes, records)
-        return temperature.best_scale(self._mean(losses(), temperature.RECORD_NORM, generator))
+        return temperature.best_scale(self._mean(losses(), _LONGEST_LOSSES, generator))
 
     def shift(self, residuals: Callable[[], np.ndarray], generator: OwnGenerator) -> float:
         """Returns the mean error of predictions of targets in [-1, 1], to be added to them.
@@ -331,6 +325,13 @@ def _together(*events: GaussianDpEvent | None) -> DpEvent | None:
     return ComposedDpEvent(given) if len(given) > 1 else next(iter(given), None)
 
 
+def _released(what: str, event: GaussianDpEvent) -> Assumption:
+    return Assumption.checked(
+        f"{what} released once, with Gaussian noise of multiplier {event.noise_multiplier:.6g}; "
+        "epsilon is that of everything together"
+    )
+
+
 def shrunk(means: np.ndarray, std: float) -> np.ndarray:
     """Returns noisy means, moved towards zero where noise is most (James and Stein 1961)."""
     square = float(means @ means)
@@ -338,25 +339,55 @@ def shrunk(means: np.ndarray, std: float) -> np.ndarray:
     return means * (max(1 - noise / square, 0.0) if square > 0 else 0.0)
 
 
-def silent(step: int, steps: int) -> None:
-    """No progress."""
+def middle_and_half(bounds: Any) -> tuple[float, float]:
+    """Returns middle and half distance of `target_bounds`; raises ValueError for others."""
+    try:
+        low, high = (validate.real("target_bounds", bound) for bound in bounds)
+    except (TypeError, ValueError):
+        low = high = 0.0
+    if not low < high:
+        raise ValueError(
+            f"Expected target_bounds=(low, high), two numbers with low < high, got {bounds!r}: the "
+            "range of the targets is private. Take it from public knowledge."
+        )
+    return (high + low) / 2, (high - low) / 2
 
 
-class PrintedProgress:
-    """Prints how far a training is: the number of steps, and nothing about the records."""
-
-    def __init__(self, name: str, candidate: Candidate):
-        event = candidate.event
-        self._name, self._last = name, time.monotonic()
-        print(
-            f"{name}: {event.num_steps} passes over {event.dataset_size} records, epsilon "
-            f"{text_up(candidate.target_epsilon)} at delta {candidate.delta:g} "
-            f"({candidate.neighboring_relation.name})",
-            flush=True,
+def check_public_features(shape: tuple[int, ...], columns: int, is_same: bool) -> None:
+    """Raises ValueError for public features of other columns, or that are the records."""
+    if shape[1] != columns:
+        raise ValueError(
+            f"Expected public_features of {columns} columns, as the records have, got shape "
+            f"{tuple(shape)}."
+        )
+    if is_same:
+        raise ValueError(
+            "Expected public_features of other data, got the records themselves, which are what "
+            "epsilon protects. Leave public_features out."
         )
 
-    def __call__(self, step: int, steps: int) -> None:
+
+def progress(name: str, candidate: Candidate, is_printed: Any) -> Progress:
+    """Returns what prints how far a training is: the number of steps, nothing of the records."""
+    if not is_printed:
+        return silent
+    event, last = candidate.event, time.monotonic()
+    print(
+        f"{name}: {event.num_steps} passes over {event.dataset_size} records, epsilon "
+        f"{text_up(candidate.target_epsilon)} at delta {candidate.delta:g} "
+        f"({candidate.neighboring_relation.name})",
+        flush=True,
+    )
+
+    def tell(step: int, steps: int) -> None:
+        nonlocal last
         now = time.monotonic()
-        if step == steps or now - self._last > _SECONDS:
-            self._last = now
-            print(f"{self._name}: pass {step} of {steps}", flush=True)
+        if step == steps or now - last > _SECONDS:
+            last = now
+            print(f"{name}: pass {step} of {steps}", flush=True)
+
+    return tell
+
+
+def silent(step: int, steps: int) -> None:
+    """No progress."""

@@ -1,6 +1,6 @@
 """Puts one plausible mistake at a time into the package and checks that its test notices it.
 
-    python tests/mutation/check_mutations.py [--list] [--only NAME ...] [--workers 2]
+    python tests/mutation/check_mutations.py [--only NAME ...] [--workers 2]
 
 The mistakes are those of mutations.txt. The mutants live in copies of the tracked files, in a
 temporary folder; the checkout is not touched.
@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import NamedTuple
@@ -104,18 +103,12 @@ def failing_test(copy: pathlib.Path, tests: list[str], *, workers: int = 0) -> s
         "PYTHONDONTWRITEBYTECODE": "1",  # a mutant may have the size and the time of another one
     }
     options = "-x -q -rfE --color=no --tb=no -p no:cacheprovider -p imports_the_copy".split()
-    command = [sys.executable, "-m", "pytest", *options, "-n", str(workers), *tests]
     try:
         result = subprocess.run(
-            command,
-            cwd=copy,
-            env=environment,
-            timeout=None if workers else _SECONDS,
-            check=False,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+            [sys.executable, "-m", "pytest", *options, "-n", str(workers), *tests],
+            cwd=copy, env=environment, timeout=None if workers else _SECONDS, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
         return f"no end after {_SECONDS} s"
     if result.returncode == 0:
@@ -126,8 +119,9 @@ def failing_test(copy: pathlib.Path, tests: list[str], *, workers: int = 0) -> s
     return found[1]
 
 
-def noticed_by(copy: pathlib.Path, mutation: Mutation) -> str | None:
-    """The test that notices the mutation, None if it survives."""
+def noticed_by(copies: queue.SimpleQueue[pathlib.Path], mutation: Mutation) -> str | None:
+    """The test that notices the mutation in a free copy, None if it survives."""
+    copy = copies.get()
     path = copy / mutation.path
     source = path.read_text(encoding="utf-8")
     path.write_text(mutated(mutation, source), encoding="utf-8")
@@ -135,66 +129,43 @@ def noticed_by(copy: pathlib.Path, mutation: Mutation) -> str | None:
         return failing_test(copy, [f"tests/{mutation.test}"])
     finally:
         path.write_text(source, encoding="utf-8")
+        copies.put(copy)
 
 
-def verdicts(
-    mutations: list[Mutation], copies: list[pathlib.Path]
-) -> Iterator[tuple[Mutation, str | None, float]]:
-    """Mutation, the test that notices it or None, seconds; as they come, one for each copy."""
-    free: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()
-    for copy in copies:
-        free.put(copy)
-
-    def verdict(mutation: Mutation) -> tuple[Mutation, str | None, float]:
-        copy, start = free.get(), time.monotonic()
-        try:
-            return mutation, noticed_by(copy, mutation), time.monotonic() - start
-        finally:
-            free.put(copy)
-
-    with ThreadPoolExecutor(len(copies)) as pool:
-        for ended in as_completed([pool.submit(verdict, mutation) for mutation in mutations]):
-            yield ended.result()
+def survivors_of(chosen: list[Mutation], folder: pathlib.Path, workers: int) -> int:
+    """How many survive; prints what happens to each."""
+    copies: queue.SimpleQueue[pathlib.Path] = queue.SimpleQueue()
+    for number in range(workers):
+        copy_tracked_files(folder / str(number))
+        copies.put(folder / str(number))
+    tests = sorted({f"tests/{mutation.test}" for mutation in chosen})
+    if failed := failing_test(folder / "0", tests, workers=workers):
+        raise SystemExit(f"{failed} fails without a mutation: nothing can be said about mutants")
+    survivors = 0
+    with ThreadPoolExecutor(workers) as pool:
+        runs = {pool.submit(noticed_by, copies, mutation): mutation for mutation in chosen}
+        for number, run in enumerate(as_completed(runs), start=1):
+            mutation, test = runs[run], run.result()
+            survivors += test is None
+            verdict = f"noticed by {test}" if test else f"SURVIVES tests/{mutation.test}"
+            print(f"[{number}/{len(chosen)}] {mutation.name}: {verdict}", flush=True)
+    return survivors
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--list", action="store_true", help="print the names of the mutations")
     parser.add_argument("--only", metavar="NAME", action="append", help="may be repeated")
     parser.add_argument("--workers", type=int, default=2, help="mutants at a time")
     arguments = parser.parse_args()
-    if arguments.list:
-        print(*(mutation.name for mutation in MUTATIONS), sep="\n")
-        return 0
-    unknown = set(arguments.only or ()) - {mutation.name for mutation in MUTATIONS}
-    if unknown:
-        parser.error(f"no mutation is called {', '.join(sorted(unknown))}; see --list")
     chosen = [m for m in MUTATIONS if not arguments.only or m.name in arguments.only]
+    if unknown := set(arguments.only or ()) - {mutation.name for mutation in chosen}:
+        parser.error(f"no mutation is called {', '.join(sorted(unknown))}")
+    for mutation in chosen:  # fail before the long part, not in the middle of it
+        mutated(mutation, (ROOT / mutation.path).read_text(encoding="utf-8"))
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
-        copies = [pathlib.Path(folder).resolve() / str(k) for k in range(arguments.workers)]
-        for copy in copies:
-            copy_tracked_files(copy)
-        for mutation in chosen:  # fail before the long part, not in the middle of it
-            mutated(mutation, (ROOT / mutation.path).read_text(encoding="utf-8"))
-        print("without any mutation ...", end=" ", flush=True)
-        start = time.monotonic()
-        tests = sorted({f"tests/{mutation.test}" for mutation in chosen})
-        if failed := failing_test(copies[0], tests, workers=arguments.workers):
-            print(f"{failed} fails: nothing can be said about mutants", flush=True)
-            return 1
-        print(f"all their tests pass, {time.monotonic() - start:.0f} s", flush=True)
-        survivors = []
-        for number, (mutation, test, seconds) in enumerate(verdicts(chosen, copies), start=1):
-            if test is None:
-                survivors.append(f"{mutation.name}: not by tests/{mutation.test}")
-            verdict = "SURVIVES" if test is None else f"noticed by {test}"
-            print(
-                f"[{number}/{len(chosen)}] {mutation.name}: {verdict}, {seconds:.0f} s", flush=True
-            )
-    print(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants noticed")
-    if survivors:
-        print("not noticed:", *survivors, sep="\n  ")
-    return 1 if survivors else 0
+        survivors = survivors_of(chosen, pathlib.Path(folder).resolve(), arguments.workers)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutants noticed")
+    return int(survivors > 0)
 
 
 if __name__ == "__main__":

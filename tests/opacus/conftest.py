@@ -6,7 +6,7 @@ import attrs
 import pytest
 import torch
 from opacus import PrivacyEngine
-from opacus_dice_engine import CLIP, ERROR_CLIP, RATE
+from opacus_dice import CLIP, ERROR_CLIP, RATE
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 

@@ -268,15 +268,11 @@ def test_private_state_goes_on_with_the_same_batches(make, step):
     }[make]
     steps = range(step, step + drawn)
     assert [other.batch(k) for k in steps] == [plan.batch(k) for k in steps]
-    for damage in ([99], [99, 99], []):
-        damaged = plan.private_state(step)
-        for own in damaged["draws"].values():
-            own[0] = [*own[0][len(damage) :], *damage]
-            own[1] = own[1] if damage else [len(own[0]) + 1]
-        with pytest.raises(ValueError, match="private state"):
-            make().load_private_state(damaged)
+    damaged = plan.private_state(step)
+    for own in damaged["draws"].values():
+        own[0] = [*own[0][1:], 99]
     with pytest.raises(ValueError, match="private state"):
-        make().load_private_state({"order": [0, 1, 2]})  # as it was stored before
+        make().load_private_state(damaged)
 
 
 @pytest.mark.parametrize("secret", [None, b"32 bytes that nobody ever knows."])

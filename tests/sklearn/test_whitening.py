@@ -177,7 +177,6 @@ def test_public_features_are_cut_at_the_bounds_of_the_columns():
     [
         (X, {"public_features": X}, "got the records themselves"),
         (X, {"public_features": PUBLIC[:, 1:]}, "of 10 columns"),
-        (X, {"public_features": PUBLIC, "preprocessing": None}, "preprocessing=None"),
         (sparse.csr_matrix(X), {"public_features": PUBLIC, "preprocessing": "auto"}, "stay sparse"),
         (sparse.csr_matrix(X), {}, "stay sparse"),
         (X, {"epsilon": 0.001}, "Pass public_features="),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +13,7 @@ from dp_accounting import NeighboringRelation
 from torch import Tensor, nn
 from torch.nn import functional
 
-from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError, validate
+from hidden_state_accountants import Assumption, Guarantee, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.losses.linear import BY_NAME
 from hidden_state_adapters import whitening
@@ -22,11 +21,12 @@ from hidden_state_adapters.opacus.losses import TORCH
 from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.recipe import (
     INTERCEPT_SHARE,
-    PrintedProgress,
     Recipe,
     Target,
+    check_public_features,
+    middle_and_half,
+    progress,
     shrunk,
-    silent,
 )
 from hidden_state_adapters.temperature import clipped_losses
 
@@ -93,23 +93,27 @@ def fit_head(
 
     Raises:
         TypeError, ValueError: An argument has an impossible value. Nothing was trained.
-        UnsupportedRunError: A tensor is sparse, and nothing was trained; or a gradient was not
-            finite, and the call counts as spent.
+        UnsupportedRunError: A gradient was not finite, and the call counts as spent.
     """
     _check_matrix("features", features)
     feature_norm = validate.real("feature_norm", feature_norm, above=0)
     target = Target.of(epsilon, delta, neighboring_relation)
+    constant, shape = INTERCEPT_SHARE * feature_norm, (len(features), features.shape[1])
+    rows = _Rows.of(features.detach(), feature_norm, constant)
+    public = None
+    if public_features is not None:
+        _check_matrix("public_features", public_features)
+        same = public_features.shape == features.shape and torch.equal(public_features, features)
+        check_public_features(tuple(public_features.shape), shape[1], same)
+        public = _Rows.of(public_features.detach().to(features.device), feature_norm, 0.0)
     if classes is None:
-        middle, half = _scale(target_bounds)
-        wanted, outputs = _numbers(targets, features, middle, half), 1
+        outputs, (middle, half) = 1, middle_and_half(target_bounds)
+        wanted = ((_targets(targets, features).double() - middle) / half).clamp(-1.0, 1.0)
         options: dict[str, Any] = {"loss": "squared_error"}
     else:
         classes = validate.integer("classes", classes, minimum=2)
-        wanted, outputs = _indices(targets, features, classes), 1 if classes == 2 else classes
+        wanted, outputs = _labels(targets, features, classes), 1 if classes == 2 else classes
         options = {"classes": classes}
-    constant = INTERCEPT_SHARE * feature_norm
-    shape = (features.shape[0], features.shape[1])
-    public = _public_rows(public_features, features, feature_norm)
     releases = classes is not None and public is None
     recipe = Recipe.of(
         target,
@@ -123,10 +127,9 @@ def fit_head(
     )
     recipe.spend()
     generator = OwnGenerator()
-    rows = _Rows.of(features.detach(), feature_norm, constant)
     if public is not None:
-        public = public.centred(0.0, generator)
-        rows = rows.moved_like(public.whitened(0.0, generator))
+        public = public.centred(0.0, generator).whitened(0.0, generator)
+        rows = attrs.evolve(rows, means=public.means, whitening=public.whitening).rescaled()
     if recipe.statistics is not None:
         rows = rows.centred(recipe.statistics.noise_multiplier, generator)
     if recipe.covariance is not None:
@@ -136,21 +139,21 @@ def fit_head(
     def summed(weights: np.ndarray) -> np.ndarray:
         return rows.gradient_sum(recipe.run.loss, clip_norm, wanted, weights)
 
-    progress = PrintedProgress("fit_head", recipe.run) if verbose else silent
-    weights = recipe.train(summed, (shape[1] + 1, outputs), generator, progress)
-    if classes is not None and calibrate:
-        losses = functools.partial(rows.clipped_losses, wanted, weights)
-        weights = weights * recipe.scale(losses, classes, generator)
+    tell = progress("fit_head", recipe.run, verbose)
+    weights = recipe.train(summed, (shape[1] + 1, outputs), generator, tell)
     if classes is None:
         head = rows.head(half * weights, middle)
-    else:  # one logit is the difference of two
+    else:
+        if calibrate:
+            losses = rows.clipped_losses
+            weights = weights * recipe.scale(lambda: losses(wanted, weights), classes, generator)
+        # One logit is the difference of two.
         head = rows.head(weights * [-0.5, 0.5] if outputs == 1 else weights)
-    return head, recipe.guarantee(*_assumptions(recipe, classes, target_bounds, public))
+    known = f"the {classes} classes" if classes else f"the bounds of the targets, {target_bounds!r}"
+    return head, recipe.guarantee(*_assumptions(recipe, known, public))
 
 
-def _assumptions(
-    recipe: Recipe, classes: int | None, bounds: Any, public: _Rows | None
-) -> list[Assumption]:
+def _assumptions(recipe: Recipe, known: str, public: _Rows | None) -> list[Assumption]:
     found = [
         Assumption.declared(
             "the arguments do not depend on the records: no search over them on these records",
@@ -160,23 +163,14 @@ def _assumptions(
             "the features of a record are a function of it alone, by a network that did not see "
             "these records (in evaluation mode)"
         ),
-        Assumption.public(
-            f"the {classes} classes" if classes else f"the bounds of the targets, {bounds!r}"
-        ),
+        Assumption.public(known),
     ]
     if public is not None:
-        found.append(
-            Assumption.public(
-                f"{len(public.features)} features that whiten: epsilon protects nobody in them"
-            )
-        )
+        count = len(public.features)
+        text = f"{count} features that whiten: epsilon protects nobody in them"
+        found.append(Assumption.public(text))
     if recipe.statistics is not None:
-        found.append(
-            Assumption.checked(
-                "the mean of the features was released once, with Gaussian noise of multiplier "
-                f"{recipe.statistics.noise_multiplier:.6g}; epsilon is that of both together"
-            )
-        )
+        found.append(recipe.released("the mean of the features was"))
     return found
 
 
@@ -241,7 +235,7 @@ class _Rows:
         std, n = noise_multiplier * self.norm, len(self.features)
         noisy = (total.cpu().numpy() + generator.normal(std, tuple(total.shape))) / n
         means = torch.from_numpy(shrunk(noisy, std / n)).to(total.device)
-        return attrs.evolve(self, means=means)._rescaled()
+        return attrs.evolve(self, means=means).rescaled()
 
     def whitened(self, std: float, generator: OwnGenerator) -> _Rows:
         """Returns centred rows, whitened by a noisy sum of their moments where that pays, of the
@@ -260,13 +254,10 @@ class _Rows:
         if std and not whitening.directions_are_few(moment, std / n):
             return self
         found = whitening.whitening(moment, whitening.noise_length(std, columns) / n)
-        return attrs.evolve(self, whitening=torch.from_numpy(found).to(total.device))._rescaled()
+        return attrs.evolve(self, whitening=torch.from_numpy(found).to(total.device)).rescaled()
 
-    def moved_like(self, others: _Rows) -> _Rows:
-        """Returns rows centred and whitened as others are."""
-        return attrs.evolve(self, means=others.means, whitening=others.whitening)._rescaled()
-
-    def _rescaled(self) -> _Rows:
+    def rescaled(self) -> _Rows:
+        """Returns rows again of the norm, after they were moved."""
         return attrs.evolve(self, scales=_scales(self._lengths(), self.norm))
 
     def gradient_sum(
@@ -338,46 +329,17 @@ def _scales(norms: Tensor, norm: float) -> Tensor:
     return torch.where(norms > _SHORTEST, norm / norms.clamp(min=_SHORTEST), 0.0)
 
 
-def _public_rows(public: Any, features: Tensor, feature_norm: float) -> _Rows | None:
-    if public is None:
-        return None
-    _check_matrix("public_features", public)
-    if public.shape[1] != features.shape[1]:
-        raise ValueError(
-            f"Expected public_features of {features.shape[1]} columns, as the features have, got "
-            f"shape {tuple(public.shape)}."
-        )
-    if public.shape == features.shape and torch.equal(public, features):
-        raise ValueError(
-            "Expected public_features of other data, got the features themselves, which are what "
-            "epsilon protects. Leave public_features out."
-        )
-    return _Rows.of(public.detach().to(features.device), feature_norm, 0.0)
-
-
-def _check_dense(name: str, tensor: Tensor) -> None:
-    if tensor.layout is not torch.strided:
-        raise UnsupportedRunError(
-            f"Expected dense {name}, got a tensor of layout {tensor.layout}. Pass "
-            f"{name}.to_dense(), or fit hidden_state_adapters.sklearn.PrivateClassifier, which "
-            "trains on SciPy's CSR matrices as they are."
-        )
-
-
 def _check_matrix(name: str, features: Any) -> None:
     if not isinstance(features, Tensor) or not features.is_floating_point():
-        raise TypeError(f"Expected {name} as a floating point tensor, got {_kind(features)}.")
-    _check_dense(name, features)
+        kind = features.dtype if isinstance(features, Tensor) else type(features).__name__
+        raise TypeError(f"Expected {name} as a floating point tensor, got {kind}.")
     if features.dim() != 2 or len(features) < 2 or not features.shape[1]:
         raise ValueError(
             f"Expected {name} of shape (records, columns), got {tuple(features.shape)}."
         )
 
 
-def _of_every_record(targets: Tensor, features: Tensor) -> Tensor:
-    if not isinstance(targets, Tensor):
-        raise TypeError(f"Expected targets as a tensor, got {_kind(targets)}.")
-    _check_dense("targets", targets)
+def _targets(targets: Tensor, features: Tensor) -> Tensor:
     if targets.shape != features.shape[:1]:
         raise ValueError(
             f"Expected targets of shape ({len(features)},), got {tuple(targets.shape)}."
@@ -385,39 +347,17 @@ def _of_every_record(targets: Tensor, features: Tensor) -> Tensor:
     return targets.detach().to(features.device)
 
 
-def _indices(targets: Tensor, features: Tensor, classes: int) -> Tensor:
-    targets = _of_every_record(targets, features)
-    if targets.is_floating_point():
+def _labels(targets: Tensor, features: Tensor, classes: int) -> Tensor:
+    labels = _targets(targets, features)
+    if labels.is_floating_point():
         raise TypeError(
             "Expected class indices as integers, got floating point numbers. For numbers as "
             "targets pass classes=None and target_bounds."
         )
-    targets = targets.long()
-    low, high = int(targets.min()), int(targets.max())
+    low, high = int(labels.min()), int(labels.max())
     if low < 0 or high >= classes:
         raise ValueError(
             f"Expected class indices from 0 to {classes - 1}, got {low if low < 0 else high}. "
             "Pass classes=, the number of all classes that there can be."
         )
-    return targets
-
-
-def _scale(bounds: Any) -> tuple[float, float]:
-    try:
-        low, high = (validate.real("target_bounds", bound) for bound in bounds)
-    except TypeError:
-        low = high = math.nan
-    if not low < high:
-        raise ValueError(
-            f"Expected target_bounds=(low, high) for the squared error, got {bounds!r}. Take them "
-            "from public knowledge."
-        )
-    return (high + low) / 2, (high - low) / 2
-
-
-def _numbers(targets: Tensor, features: Tensor, middle: float, half: float) -> Tensor:
-    return ((_of_every_record(targets, features).double() - middle) / half).clamp(-1.0, 1.0)
-
-
-def _kind(value: Any) -> str:
-    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+    return labels.long()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from scipy import sparse
@@ -11,7 +10,7 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 
-from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError, validate
+from hidden_state_accountants import Assumption, Guarantee, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.ledger import active_budget
 from hidden_state_accountants.runs.statement import Statement
@@ -19,10 +18,11 @@ from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.public_numbers import warn_of_longest
 from hidden_state_adapters.recipe import (
     INTERCEPT_SHARE,
-    PrintedProgress,
     Recipe,
     Target,
-    silent,
+    check_public_features,
+    middle_and_half,
+    progress,
 )
 from hidden_state_adapters.sklearn.columns import Columns
 from hidden_state_adapters.sklearn.data_checks import (
@@ -55,51 +55,16 @@ _AUTO = "auto"
 _NUMBERS = "biuf"  # kinds of dtypes
 
 
-_NO_PENALTY = "few steps and the noise keep weights small; PrivateRegressor(alpha=) has a penalty"
-_NOT_HERE = {
-    "random_state": "the noise cannot be seeded: who knows the seed knows the noise, and private "
-    "data with it. For repeatable experiments save the fitted model",
-    "warm_start": "the accounted run starts at zero. Fit anew with the whole budget, or add up "
-    "several fits with hidden_state_accountants.budget",
-    "partial_fit": "the accounted run is about all records at once. Call fit with all of them",
-    "C": _NO_PENALTY,
-    "learning_rate": "hidden_state_accountants.recommend chooses it, by public numbers alone",
-    "max_iter": "hidden_state_accountants.recommend chooses the number of steps, n_iter_, and with "
-    "it the noise: more steps get more noise each",
-    "n_jobs": "a step is one product of matrices. Threads are those of NumPy: set OMP_NUM_THREADS",
-}
-
-
 class PrivateLinearModel(BaseEstimator):
     """Base of classifier and regressor: the constructor only stores, `fit` trains a public run."""
 
-    _not_here: ClassVar[dict[str, str]] = _NOT_HERE
-
-    def __new__(cls, *args: Any, **options: Any) -> Any:
-        for name in set(options) & set(cls._not_here):
-            raise TypeError(f"Expected no {name}, got {options[name]!r}: {cls._not_here[name]}.")
-        return super().__new__(cls)
-
-    def set_params(self, **params: Any) -> Any:
-        """Sets parameters; says of one that is not there why."""
-        for name in set(params) & set(self._not_here):
-            raise ValueError(f"Expected no {name}, got {params[name]!r}: {self._not_here[name]}.")
-        return super().set_params(**params)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in type(self)._not_here:
-            raise AttributeError(f"Expected no use of {name}: {type(self)._not_here[name]}.")
-        return object.__getattribute__(self, name)  # says what a property or Python says
-
     def __sklearn_clone__(self) -> Any:
-        copied = super().__sklearn_clone__()
-        copied._lineage = self._of_lineage()
-        if "_sent_from" in vars(self):
-            copied._sent_from = self._sent_from
-        self._lineage.copies += 1
-        if self._lineage.copies == 2:  # one copy is what every Pipeline and Voting makes
+        copied, lineage = super().__sklearn_clone__(), self._of_lineage()
+        copied._lineage, copied._sent_from = lineage, vars(self).get("_sent_from")
+        lineage.copies += 1
+        if lineage.copies == 2:  # one copy is what every Pipeline and Voting makes
             name = type(self).__name__
-            self._lineage.warn(f"copy 2 of a {name}, to be fitted again or elsewhere", stacklevel=2)
+            lineage.warn(f"copy 2 of a {name}, to be fitted again or elsewhere", stacklevel=2)
         return copied
 
     def _of_lineage(self) -> Lineage:
@@ -130,55 +95,18 @@ class PrivateLinearModel(BaseEstimator):
             y_numeric=isinstance(self, RegressorMixin),
         )
 
-    def _check_steps(self, X: Any) -> None:
-        if self.normalization not in NORMALIZATIONS:
-            raise ValueError(
-                f"Expected normalization to be one of {', '.join(NORMALIZATIONS)}, got "
-                f"{self.normalization!r}."
-            )
-        if self.preprocessing is None and self.public_features is not None:
-            raise ValueError(
-                "Expected no public_features with preprocessing=None, got some: they are what a "
-                'step is computed from. Leave preprocessing at "auto".'
-            )
-        if self.preprocessing not in (None, _AUTO, *STEPS):
-            raise ValueError(
-                f"Expected preprocessing to be None or one of {_AUTO}, {', '.join(STEPS)}, got "
-                f"{self.preprocessing!r}."
-            )
-        step = self._chosen_step(X)
-        if sparse.issparse(X) and step is not None and STEPS[step][0]:
-            raise ValueError(
-                f"Expected dense records for preprocessing={step!r}, got a sparse "
-                'matrix, of which nothing would stay sparse. Use "scale", or X.toarray().'
-            )
-        columns = self._columns(X.shape[1])
-        width = X.shape[1] if columns is None else columns.width
-        is_private = step == WHITEN and self.public_features is None
-        if is_private and not self._target().whitening_pays(X.shape[0], width):
-            raise ValueError(
-                'Expected more records, or a larger epsilon, for preprocessing="whiten", got '
-                f"{X.shape[0]} of {width} columns: little more than noise would be released "
-                "of their covariance. Pass public_features=, features of public data, or use "
-                '"center".'
-            )
+    # What is public
 
-    def _public_features(self, X: Any) -> np.ndarray | None:
-        """Those that the step is computed from, within the bounds; None for the records."""
-        if self.public_features is None:
-            return None
-        public = check_array(self.public_features, dtype=_FLOATS, input_name="public_features")
-        if public.shape[1] != X.shape[1]:
-            raise ValueError(
-                f"Expected public_features of {X.shape[1]} columns, as the records have, got shape "
-                f"{public.shape}."
-            )
-        if not sparse.issparse(X) and np.array_equal(public, X):
-            raise ValueError(
-                "Expected public_features of other data, got the records themselves, which are "
-                "what epsilon protects. Leave public_features out."
-            )
-        return self._mapped(public)
+    def _target(self) -> Target:
+        return Target.of(self.epsilon, self.delta, self.neighboring_relation)
+
+    def _feature_norm(self) -> float:
+        return validate.real("feature_norm", self.feature_norm, above=0)
+
+    def _constant(self) -> float:
+        """The feature of the intercept."""
+        has_intercept = validate.flag("fit_intercept", self.fit_intercept)
+        return INTERCEPT_SHARE * self._feature_norm() if has_intercept else 0.0
 
     def _columns(self, number: int) -> Columns | None:
         """Public knowledge of the columns; None for none."""
@@ -201,10 +129,14 @@ class PrivateLinearModel(BaseEstimator):
         columns = self._columns(X.shape[1])
         return X if columns is None else columns.apply(X)
 
-    def _records(self, X: Any, statistics: Statistics | None) -> Records:
-        if statistics is not None:
-            X = statistics.apply(X, self._feature_norm(), self.normalization)
-        return Records.of(X, self._feature_norm(), self.normalization, self._constant())
+    def _public_features(self, X: Any) -> np.ndarray | None:
+        """Those that the step is computed from, within the bounds; None for the records."""
+        if self.public_features is None:
+            return None
+        public = check_array(self.public_features, dtype=_FLOATS, input_name="public_features")
+        is_same = not sparse.issparse(X) and np.array_equal(public, X)
+        check_public_features(public.shape, X.shape[1], is_same)
+        return self._mapped(public)
 
     def _chosen_step(self, X: Any) -> str | None:
         """The step of `preprocessing`. "auto" looks at the shape of X alone, which is public.
@@ -212,27 +144,39 @@ class PrivateLinearModel(BaseEstimator):
         It centres unless the noise in the means would be longer than any record, and whitens by
         public features where there are some.
         """
-        if self.preprocessing != _AUTO:
-            return self.preprocessing
-        if self.public_features is not None:
-            return WHITEN
-        if sparse.issparse(X):
+        step, has_public = self.preprocessing, self.public_features is not None
+        if step == _AUTO:
+            if has_public:
+                step = WHITEN
+            else:
+                pays = not sparse.issparse(X) and self._target().centring_pays(*X.shape)
+                step = "center" if pays else None
+        if step is None:
             return None
-        return "center" if self._target().centring_pays(*X.shape) else None
-
-    def _target(self) -> Target:
-        return Target.of(self.epsilon, self.delta, self.neighboring_relation)
-
-    def _feature_norm(self) -> float:
-        return validate.real("feature_norm", self.feature_norm, above=0)
-
-    def _constant(self) -> float:
-        """The feature of the intercept."""
-        if not isinstance(self.fit_intercept, bool | np.bool_):
-            raise TypeError(
-                f"Expected fit_intercept to be True or False, got {self.fit_intercept!r}."
+        if step not in STEPS:
+            raise ValueError(
+                f"Expected preprocessing to be None or one of {_AUTO}, {', '.join(STEPS)}, got "
+                f"{step!r}."
             )
-        return INTERCEPT_SHARE * self._feature_norm() if self.fit_intercept else 0.0
+        if sparse.issparse(X) and STEPS[step][0]:
+            raise ValueError(
+                f"Expected dense records for preprocessing={step!r}, got a sparse "
+                'matrix, of which nothing would stay sparse. Use "scale", or X.toarray().'
+            )
+        if step == WHITEN and not has_public and not self._target().whitening_pays(*X.shape):
+            raise ValueError(
+                'Expected more records, or a larger epsilon, for preprocessing="whiten", got '
+                f"{X.shape[0]} of {X.shape[1]} columns: little more than noise would be released. "
+                "Pass public_features=, features of public data."
+            )
+        return step
+
+    # Training and predictions
+
+    def _records(self, X: Any, statistics: Statistics | None) -> Records:
+        if statistics is not None:
+            X = statistics.apply(X, self._feature_norm(), self.normalization)
+        return Records.of(X, self._feature_norm(), self.normalization, self._constant())
 
     def _train(
         self,
@@ -244,6 +188,11 @@ class PrivateLinearModel(BaseEstimator):
         calibrate: bool,
         **options: Any,
     ) -> tuple[Records, OwnGenerator]:
+        if self.normalization not in NORMALIZATIONS:
+            raise ValueError(
+                f"Expected normalization to be one of {', '.join(NORMALIZATIONS)}, got "
+                f"{self.normalization!r}."
+            )
         public = self._public_features(X)
         given, X = X, self._mapped(X)
         step = self._chosen_step(X)
@@ -259,12 +208,13 @@ class PrivateLinearModel(BaseEstimator):
         )
         lineage, in_budget = self._of_lineage(), recipe.spend(vars(self).get("_sent_from"))
         lineage.is_warned |= in_budget is not None
-        count = look_at(given, y, lineage, type(self).__name__, stacklevel=3)
+        name = type(self).__name__
+        count = look_at(given, y, lineage, name, stacklevel=3)
         self._fits = in_budget or (
             f"{count} that this process knows of, on these records or of this estimator and its "
             "copies; every other fit on the same records spends as well"
         )
-        progress = PrintedProgress(type(self).__name__, recipe.run) if self.verbose else silent
+        tell = progress(name, recipe.run, self.verbose)
         generator, statistics = OwnGenerator(), None
         if step is not None:
             statistics = self._released(X if public is None else public, step, recipe, generator)
@@ -277,7 +227,7 @@ class PrivateLinearModel(BaseEstimator):
             return gradient_sum(run.loss, clip_norm, records, targets, weights, weights_of_records)
 
         shape = (records.num_weights, outputs)
-        self._weights = recipe.train(summed, shape, generator, progress)
+        self._weights = recipe.train(summed, shape, generator, tell)
         self._statistics, self._step, self._recipe = statistics, step, recipe
         self.privacy_event_ = recipe.event
         self.n_iter_ = run.event.num_steps
@@ -320,16 +270,11 @@ class PrivateLinearModel(BaseEstimator):
 
     def _of_columns(self) -> tuple[np.ndarray, Any]:
         check_is_fitted(self)
-        if self.normalization != "clip":
+        if self.normalization != "clip" or self.splines is not None:
             raise AttributeError(
-                "Expected normalization='clip' for coefficients in the units of the columns, got "
-                f"{self.normalization!r}, which scales every record by its own norm: no one number "
-                "for a column says what it does. Use coef_, for normalised records."
-            )
-        if self.splines is not None:
-            raise AttributeError(
-                "Expected splines=None for coefficients in the units of the columns, got "
-                f"{self.splines!r}: no one number says what a column does. Use predict."
+                "Expected normalization='clip' and splines=None for coefficients in the units of "
+                f"the columns, got {self.normalization!r} and {self.splines!r}: no one number says "
+                "what a column does. Use coef_, for normalised records."
             )
         slopes, offset, statistics = self.coef_, self.intercept_, self._statistics
         if statistics is not None:
@@ -349,7 +294,8 @@ class PrivateLinearModel(BaseEstimator):
         It is about this one fit: other fits on the same records compose with it.
         """
         check_is_fitted(self)
-        return self._recipe.guarantee(
+        recipe = self._recipe
+        found = [
             Assumption.declared(
                 "the arguments of the constructor do not depend on the records: no search over "
                 "them on these records, no bounds or classes read off them",
@@ -359,50 +305,31 @@ class PrivateLinearModel(BaseEstimator):
                 "X was not transformed with statistics of these records (means, scales, "
                 "principal components, a vocabulary)"
             ),
-            *self._assumptions_of_options(),
-            *self._public(),
-        )
-
-    def _assumptions_of_options(self) -> list[Assumption]:
-        found = []
-        if self._recipe.statistics is not None:
-            noise = f"{self._recipe.statistics.noise_multiplier:.6g}"
-            found.append(
-                Assumption.checked(
-                    f"statistics of the columns (preprocessing={self._step!r}) were "
-                    f"released once, with Gaussian noise of multiplier {noise}; epsilon is that of "
-                    "both together"
-                )
-            )
+        ]
+        if recipe.statistics is not None:
+            what = f"statistics of the columns (preprocessing={self._step!r}) were"
+            found.append(recipe.released(what))
         if self.column_bounds is not None:
             found.append(Assumption.public("the bounds of the columns"))
         if self.splines is not None:
             found.append(Assumption.public(f"the numbers of their knots, splines={self.splines!r}"))
         if self.public_features is not None:
-            found.append(
-                Assumption.public(
-                    f"the features that preprocessing={self._step!r} is computed from: epsilon "
-                    "protects nobody in them"
-                )
-            )
+            text = f"the features that preprocessing={self._step!r} is computed from: epsilon "
+            found.append(Assumption.public(f"{text}protects nobody in them"))
         if self._has_sample_weights:
             found.append(
                 Assumption.declared("the weight of every record is a function of it alone")
             )
-        return found
+        return recipe.guarantee(*found, *self._public())
 
     def _public(self) -> list[Assumption]:
-        return []
+        raise NotImplementedError
 
     @property
     def report_(self) -> str:
         """A statement to paste: epsilon, relation, theorem, run and assumptions."""
         guarantee, run = self.guarantee_, self._recipe.run
-        momentum = (
-            f", momentum {run.momentum:g} (on what is released already, so at no cost)"
-            if run.momentum
-            else ""
-        )
+        momentum = f", momentum {run.momentum:g} (on what is released already, so at no cost)"
         text = Statement(
             [run.event],
             guarantee,
@@ -492,8 +419,6 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         guarantee_, report_: The guarantee, and a statement to paste.
     """
 
-    _not_here: ClassVar[dict[str, str]] = {**_NOT_HERE, "alpha": _NO_PENALTY}
-
     def __init__(
         self,
         epsilon: float = 1.0,
@@ -529,7 +454,6 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
             UnsupportedRunError: A gradient was not finite; the fit counts as spent.
         """
         X, y = self._read(X, y)
-        self._check_steps(X)
         check_classification_targets(y)
         classes = self._classes(y)
         codes = _codes(y, classes)
@@ -554,15 +478,15 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         if self.calibrate:
 
             def losses() -> np.ndarray:
-                parts = [
+                parts = (
                     clipped_losses(
                         records.predictions(block, self._weights),
                         codes[block],
                         None if weights is None else weights[block],
                     )
                     for block in records.blocks()
-                ]
-                return np.sum(parts, axis=0)
+                )
+                return sum(parts, np.zeros(4))
 
             self.temperature_ = 1 / self._recipe.scale(losses, len(classes), generator)
         self._has_sample_weights = sample_weight is not None
@@ -585,13 +509,6 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         if len(classes) < 2:
             raise ValueError(
                 f"Expected at least two classes, got {len(classes)} class: {classes!r}."
-            )
-        if classes.tolist() not in ([0, 1], [-1, 1]) and _is_for_two_classes():
-            raise UnsupportedRunError(
-                "Expected classes=[0, 1] in OneVsRestClassifier or OneVsOneClassifier, or [-1, 1] "
-                "in OutputCodeClassifier, which rename classes to these, got "
-                f"{classes.tolist()!r}. Or fit PrivateClassifier alone: it knows several classes, "
-                "and spends epsilon once."
             )
         return classes
 
@@ -627,16 +544,6 @@ class PrivateClassifier(ClassifierMixin, PrivateLinearModel):
         """Logarithms of `predict_proba`."""
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
-
-
-def _is_for_two_classes() -> bool:
-    """True inside of scikit-learn's wrappers that make two-class models of several classes."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_globals.get("__name__") == "sklearn.multiclass":
-            return True
-    return False
 
 
 def _codes(y: np.ndarray, classes: np.ndarray) -> np.ndarray:
@@ -733,10 +640,8 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
             UnsupportedRunError: A gradient was not finite; the fit counts as spent.
         """
         X, y = self._read(X, y)
-        self._check_steps(X)
         weights = sample_weights(sample_weight, X.shape[0])
-        low, high = self._bounds()
-        middle, half = (high + low) / 2, (high - low) / 2
+        middle, half = middle_and_half(self.target_bounds)
         targets = np.clip((np.asarray(y, dtype=np.float64) - middle) / half, -1.0, 1.0)[:, None]
         records, generator = self._train(
             X,
@@ -763,23 +668,6 @@ class PrivateRegressor(RegressorMixin, PrivateLinearModel):
         self.coef_ = half * self._weights[:-1, 0]
         self.intercept_ = float(middle + half * self._constant() * self._weights[-1, 0])
         return self
-
-    def _bounds(self) -> tuple[float, float]:
-        if self.target_bounds is None:
-            raise ValueError(
-                "Expected target_bounds=(low, high), got None: the range of the targets is "
-                "private. Take it from public knowledge."
-            )
-        try:
-            low, high = (validate.real("target_bounds", bound) for bound in self.target_bounds)
-        except (TypeError, ValueError):
-            low = high = 0.0
-        if not low < high:
-            raise ValueError(
-                "Expected target_bounds=(low, high), two numbers with low < high, got "
-                f"{self.target_bounds!r}. Take the range of the targets from public knowledge."
-            )
-        return low, high
 
     def _public(self) -> list[Assumption]:
         return [Assumption.public(f"the bounds of the targets, {self.target_bounds!r}")]

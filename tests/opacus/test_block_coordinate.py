@@ -7,35 +7,102 @@ import block_coordinate as reference
 import numpy as np
 import pytest
 import torch
+from dp_accounting import NeighboringRelation
 from opacus.schedulers import LambdaNoise
-from opacus_block_coordinate import (
-    CLIP,
-    DELTA,
-    NOISE,
-    ONE,
-    RATE,
-    SIZE,
-    SPECIAL,
-    Session,
-    SquaredError,
-    X,
-    linear,
-)
+from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
-from hidden_state_adapters.opacus import BlockCoordinate, HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus import BallProjection, BlockCoordinate, HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-REGULARISERS = [
-    {},
-    {"l1": 0.1},
-    {"l2": 0.2},
-    {"nonnegative": True},
-    {"l1": 0.1, "l2": 0.2, "nonnegative": True},
-]
+ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPECIAL
+RATE, SIZE, CLIP, DELTA, NOISE = 0.2, 4, 0.7, 1e-5, 2.0
+X, Y = torch.randn(2, 12, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def factors():
+    """x -> W2 W1 x: bilinear in the two blocks."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 2, bias=False), nn.Linear(2, 3, bias=False)).double()
+
+
+class SquaredError(nn.Module):
+    """Half of the squared norm of the residual of every record."""
+
+    def __init__(self, reduction="mean"):
+        super().__init__()
+        self.reduction = reduction
+
+    def forward(self, outputs, targets):
+        return getattr(((outputs - targets) ** 2).sum(dim=1) / 2, self.reduction)()
+
+
+class Session:
+    """An engine, a model with one or two blocks, and the shortest loop."""
+
+    def __init__(
+        self, num_blocks=2, *, engine=None, model=None, module=None, relation=SPECIAL,
+        data=(X, Y), loader=None, sgd=None, **options,
+    ):  # fmt: skip
+        self.engine = engine or HiddenStatePrivacyEngine(neighboring_relation=relation)
+        self.inner = factors() if model is None else model
+        self.criterion = options.setdefault("criterion", SquaredError())
+        params = list(self.inner.parameters())
+        groups = params if num_blocks == 1 else [{"params": [p]} for p in params]
+        arguments = {
+            "module": module or self.inner,
+            "optimizer": torch.optim.SGD(groups, **{"lr": RATE, **(sgd or {})}),
+            "data_loader": DataLoader(
+                TensorDataset(*data), **{"batch_size": SIZE, **(loader or {})}
+            ),
+            "max_grad_norm": CLIP,
+            "batch_order": "cyclic",
+            "mechanism": BlockCoordinate(),
+        }
+        make = self.engine.make_private_with_epsilon
+        if "target_epsilon" not in options:
+            make = self.engine.make_private
+            arguments["noise_multiplier"] = NOISE
+        result = make(**arguments | options)
+        self.model, self.optimizer, self.loader = result[0], result[1], result[-1]
+
+    def backward(self, batch):
+        self.optimizer.zero_grad()
+        self.criterion(self.model(batch[0]), batch[1]).backward()
+
+    def step(self, batch):
+        self.optimizer.step(lambda: self.backward(batch))
+
+    def train(self, epochs=1, loader=None):
+        for _ in range(epochs):
+            for batch in self.loader if loader is None else loader:
+                self.step(batch)
+        return self
+
+    @property
+    def values(self):
+        return [p.detach().numpy().copy() for p in self.inner.parameters()]
+
+    @property
+    def event(self):
+        return self.engine.privacy_event
+
+
+def linear(**options):
+    """One block with a convex loss: a softmax head on features of norm 1, bounded by 2."""
+    if "model" not in options:
+        torch.manual_seed(0)
+    arguments = {
+        "model": options.get("model") or nn.Linear(3, 2).double(),
+        "criterion": nn.CrossEntropyLoss(),
+        "data": (nn.functional.normalize(X), torch.arange(len(X)) % 2),
+        "loss_geometry": "auto", "feature_norm": 1.0, "max_grad_norm": 2.1,
+    }  # fmt: skip
+    return Session(1, **arguments | options)
 
 
 def assert_same(one, other, **tolerance):
@@ -62,7 +129,7 @@ def joint_gradients(blocks, i, batch):
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2])
-@pytest.mark.parametrize("regulariser", REGULARISERS)
+@pytest.mark.parametrize("regulariser", [{}, {"l1": 0.1, "l2": 0.2}, {"nonnegative": True}])
 def test_every_step_is_that_of_the_reference(regulariser, num_blocks):
     run = Session(num_blocks, noise_multiplier=0.0, mechanism=BlockCoordinate(**regulariser))
     blocks, gradients = run.values, reference.factorisation_gradients
@@ -90,8 +157,7 @@ def test_one_block_needs_no_closure():
     assert run.event == plain.event
 
 
-@pytest.mark.parametrize("mode", ["functorch", "ew"])
-@pytest.mark.parametrize("num_blocks", [1, 2])
+@pytest.mark.parametrize(("mode", "num_blocks"), [("functorch", 1), ("ew", 2)])
 def test_other_ways_to_per_example_gradients(mode, num_blocks):
     run, other = (
         Session(num_blocks, noise_multiplier=0.0, grad_sample_mode=m).train(2)
@@ -154,28 +220,6 @@ def test_the_noise_may_change_between_steps():
     assert "noise multiplier: 1 to 2" in run.engine.report(DELTA)
     declared = [a.text for a in run.engine.assumptions if a.status is Status.DECLARED]
     assert "schedule of noise fixed in advance" in declared
-
-
-def test_a_declared_number_of_steps():
-    run = Session(num_steps=6).train()
-
-    def texts(status):
-        return [a.text for a in run.engine.assumptions if a.status is status]
-
-    assert any("training ends after step 3 of the 6" in text for text in texts(Status.DECLARED))
-    run.train()
-    assert "all of the 6 steps declared in advance" in texts(Status.CHECKED)
-    assert "constant step size, noise, clip norm" in texts(Status.CHECKED)
-    assert not any("fixed in advance" in text for text in texts(Status.DECLARED))
-    with pytest.raises(hsa.UnsupportedRunError, match="Expected num_steps = 6 steps"):
-        run.train()
-    assert run.engine.get_epsilon(DELTA) == epsilon_of(run.event)
-
-
-def test_steps_that_never_finish_an_epoch():
-    """There would be no epsilon for them, and no further step."""
-    with pytest.raises(hsa.UnsupportedRunError, match="whole epochs of 3 steps, got 7"):
-        Session(num_steps=7)
 
 
 def test_full_batches():
@@ -287,25 +331,128 @@ def test_an_account_goes_on(tmp_path):
         assert "4 epochs x 3 fixed batches" in alone.report(DELTA)
 
 
+# --- what is refused, and that no epsilon is left after it ----------------------------------------
+
+
+def test_no_figures_before_the_end_of_an_epoch():
+    run = Session().train()
+    epsilon = run.engine.get_epsilon(DELTA)
+    batches = iter(run.loader)
+    for _ in range(2):
+        run.step(next(batches))
+        for ask in (run.engine.get_epsilon, run.engine.report, run.engine.compare):
+            with pytest.raises(hsa.UnsupportedRunError, match="Finish the epoch"):
+                ask(DELTA)
+        with pytest.raises(hsa.UnsupportedRunError, match="Finish the epoch"):
+            _ = run.event
+    run.step(next(batches))
+    assert run.engine.get_epsilon(DELTA) > epsilon
+    with pytest.raises(ValueError, match="at least one step"):
+        _ = Session().event
+
+
 @pytest.mark.parametrize(
-    ("field", "options"),
+    ("options", "text"),
     [
-        ("clip_norm", {"max_grad_norm": 0.5}),
-        ("mechanism", {"mechanism": BlockCoordinate(l1=0.1)}),
-        ("mechanism", {"mechanism": BlockCoordinate(nonnegative=True)}),
-        ("prox_strong_convexity", {"mechanism": BlockCoordinate(l2=0.1)}),
-        ("step_size", {"sgd": {"lr": 0.1}}),
-        ("num_blocks", {"num_blocks": 1}),
-        ("noise_multiplier", {"noise_multiplier": 3.0}),
-        ("num_steps", {"num_steps": 6}),
-        ("batch_size", {"loader": {"batch_size": 6}}),
-        ("type", {"num_blocks": 1, "mechanism": None}),
+        ({"after": BallProjection(5.0)}, "after = None.*l1, l2 and nonnegative"),
+        ({"schedule": RATE}, "schedule = None.*constant step size"),
+        ({"num_steps": 7}, "whole epochs of 3 steps, got 7"),  # there would be no epsilon for them
+        ({"sgd": {"weight_decay": 0.1}}, "weight_decay = 0.*Use l2"),
+        ({"sgd": {"momentum": 0.9}}, "momentum = 0"),
+        ({"batch_order": "poisson"}, 'batch_order="cyclic" or "full".*"poisson"'),
+        ({"max_grad_norm": [0.7, 0.7]}, "max_grad_norm"),
     ],
-)
-def test_the_field_that_differs_is_named(tmp_path, field, options):
-    run, path = Session().train(), tmp_path / "c.pt"
-    run.engine.save_checkpoint(path=path, stays_private=True)
-    other = Session(**options)
-    with pytest.raises(ValueError, match=f"of another run: expected {field} = "):
-        other.engine.load_checkpoint(path=path)
-    assert other.optimizer.num_steps == 0
+)  # fmt: skip
+def test_arguments_that_are_refused(options, text):
+    with pytest.raises((hsa.UnsupportedRunError, ValueError, TypeError), match=text):
+        Session(**options)
+
+
+def in_the_second_block(change):
+    """A step whose second pass does something else."""
+
+    def misuse(run):
+        batch, calls = next(iter(run.loader)), []
+
+        def closure():
+            calls.append(1)
+            return run.backward(batch) if len(calls) == 1 else change(run, batch)
+
+        run.optimizer.step(closure)
+
+    return misuse
+
+
+def two_forwards(run, batch):
+    run.model(batch[0])
+    run.backward(batch)
+
+
+def moved(run, batch):
+    next(run.inner.parameters()).data.add_(0.1)
+    run.backward(batch)
+
+
+def draws(run):
+    """Every pass has a batch of its own."""
+    drawn = iter(run.loader)
+    run.optimizer.step(lambda: run.backward(next(drawn)))
+
+
+PASSES, ANOTHER = "training passes|no per-example gradients", (X[4:8], Y[4:8])
+MISUSE = {
+    "other inputs": (in_the_second_block(lambda r, b: r.backward(ANOTHER)), "the loader drew"),
+    "another batch": (draws, "the loader drew"),
+    "two forwards": (in_the_second_block(two_forwards), PASSES),
+    "no forward": (in_the_second_block(lambda r, b: None), PASSES),
+    "step": (in_the_second_block(lambda r, b: r.step(b)), "step was not finished"),
+    "epsilon": (in_the_second_block(lambda r, b: r.engine.get_epsilon(DELTA)), "not finished"),
+    "release": (in_the_second_block(lambda r, b: r.engine.release()), "not finished"),
+    "moved": (in_the_second_block(moved), "changed outside|other parameters"),
+}
+
+
+@pytest.mark.parametrize("name", MISUSE)
+def test_what_the_loop_does_otherwise(name):
+    """Refused, and then there is no epsilon and no event."""
+    misuse, text = MISUSE[name]
+    run = Session().train()
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        misuse(run)
+    for ask in (run.engine.get_epsilon, run.engine.report, run.engine.compare):
+        with pytest.raises((hsa.UnsupportedRunError, ValueError)):
+            ask(DELTA)
+    with pytest.raises(hsa.UnsupportedRunError, match="earlier step"):
+        run.train()
+    with pytest.raises((hsa.UnsupportedRunError, ValueError)):
+        _ = run.event
+
+
+def test_what_is_no_step_of_blocks():
+    run = Session()
+    with pytest.raises(hsa.UnsupportedRunError, match="got no closure"):
+        run.optimizer.step()
+    with pytest.raises(hsa.UnsupportedRunError, match="different inputs"):
+        draws(Session(loop_maps_records=True))
+    run = Session(1)
+    with (
+        pytest.raises(hsa.UnsupportedRunError, match="whole batches"),
+        BatchMemoryManager(
+            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
+        ) as pieces,
+    ):
+        run.train(loader=pieces)
+
+
+def test_a_run_ends_at_the_end_of_an_epoch():
+    """A later one would leave the engine without an epsilon for good."""
+    run = Session()
+    drawn = iter(run.loader)
+    run.step(next(drawn))
+    again = {"engine": run.engine, "model": run.inner, "module": run.model}
+    for options in ({}, {"target_epsilon": 9.0, "target_delta": DELTA, "epochs": 1}):
+        with pytest.raises(hsa.UnsupportedRunError, match="Finish the epoch"):
+            Session(**again, **options)
+    run.train(loader=drawn)
+    Session(**again).train()
+    assert [e.num_epochs for e in run.event.events] == [1, 1]
