@@ -9,8 +9,7 @@ import torch
 from opacus import PrivacyEngine
 from opacus.accountants import create_accountant
 from opacus.accountants.utils import get_noise_multiplier
-from opacus_stock import DECLARED, DELTA, drawn, epsilon, event, resume, step
-from opacus_stock_loops import secret_generator
+from opacus_stock import DECLARED, DELTA, drawn, epsilon, event, resume, secret_generator, step
 from torch import nn
 
 import hidden_state_accountants as hsa

@@ -8,7 +8,7 @@ import weakref
 import pytest
 import torch
 from opacus import PrivacyEngine
-from opacus_stock_loops import records
+from opacus_stock import records
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader

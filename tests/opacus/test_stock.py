@@ -9,8 +9,18 @@ import torch
 from opacus.accountants import PRVAccountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus.utils.uniform_sampler import UniformWithReplacementSampler
-from opacus_stock import DELTA, SOFTMAX, epsilon, event
-from opacus_stock_loops import BATCH, FEATURES, RECORDS, records, secret_generator, stock_loop
+from opacus_stock import (
+    BATCH,
+    DELTA,
+    FEATURES,
+    RECORDS,
+    SOFTMAX,
+    epsilon,
+    event,
+    records,
+    secret_generator,
+    stock_loop,
+)
 from torch import nn
 from torch.utils.data import (
     BatchSampler,
