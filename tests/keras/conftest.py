@@ -14,7 +14,7 @@ from keras_fixtures import (  # noqa: F401
 
 import hidden_state_adapters.tf_privacy as adapter  # which need not have TensorFlow Privacy
 from hidden_state_accountants import LossGeometry
-from hidden_state_adapters.tf_privacy import PrivateRun
+from hidden_state_adapters.batch_plans import BatchPlan
 
 RECORDS, FEATURES, BATCH = 24, 4, 4
 
@@ -99,13 +99,13 @@ def make_run(compile_options):
 @pytest.fixture
 def dealt(monkeypatch):
     """The records of every step of a model that owns its run, by step."""
-    batches, deal = {}, PrivateRun._deal
+    batches, deal = {}, BatchPlan.batch
 
-    def noted(run, step):
-        batches[step] = np.array(deal(run, step), int)
+    def noted(plan, step):
+        batches[step] = np.array(deal(plan, step), int)
         return batches[step]
 
-    monkeypatch.setattr(PrivateRun, "_deal", noted)
+    monkeypatch.setattr(BatchPlan, "batch", noted)
     return batches
 
 

@@ -13,12 +13,8 @@ from keras_models import DELTA, FEATURES, X, Y, fit
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
-from hidden_state_adapters.tf_privacy import (
-    BlockCoordinateUpdate,
-    DiceUpdate,
-    PrivateRun,
-    lineage,
-)
+from hidden_state_adapters.batch_plans import BatchPlan
+from hidden_state_adapters.tf_privacy import BlockCoordinateUpdate, DiceUpdate, lineage
 
 optimizers, callbacks = tf.keras.optimizers, tf.keras.callbacks
 GEOMETRY = {"loss_geometry": hsa.LossGeometry.softmax_cross_entropy(2.0, bias=True)}
@@ -94,15 +90,15 @@ def test_it_is_one_run(name, new_process):
 
 
 def test_noise_and_random_batches_are_new(monkeypatch, new_process):
-    dealt, deal = [], PrivateRun._deal
+    dealt, deal = [], BatchPlan.batch
 
-    def noted(run, step):
-        dealt.append((step, tuple(batch := deal(run, step))))
+    def noted(plan, step):
+        dealt.append((step, tuple(batch := deal(plan, step))))
         return batch
 
     x, y = np.linspace(-1, 1, 96 * FEATURES).reshape(96, FEATURES), np.tile(Y, 8)
     left = saved(fit(make(batch_order="poisson"), x=x, y=y, batch_size=48))
-    monkeypatch.setattr(PrivateRun, "_deal", noted)
+    monkeypatch.setattr(BatchPlan, "batch", noted)
     ends = []
     for _ in range(2):
         new_process()
@@ -221,23 +217,21 @@ def test_what_a_state_needs():
         model.state(include_private_state=True)
 
 
-def test_within_an_epoch():
-    """Where fit could not begin; batches that are drawn anew for every step have no epochs."""
-    for order in ("cyclic", "poisson"):
-        model, kept = make(batch_order=order), []
+@pytest.mark.parametrize("order", ["cyclic", "reshuffled", "poisson"])
+def test_within_an_epoch(order):
+    """The run goes on with the next batch, which may be drawn already."""
+    model, kept, secret = make(batch_order=order), [], SECRET if order == "reshuffled" else {}
 
-        def keep(batch, logs, model=model, kept=kept):
-            if batch == 1:
-                kept.append(saved(model))
+    def keep(batch, logs):
+        if batch == 1:
+            if secret:
+                with pytest.raises(hsa.UnsupportedRunError, match="the epoch that it is in the"):
+                    saved(model)
+            kept.append(saved(model, **secret))
 
-        act = callbacks.LambdaCallback(on_train_batch_end=keep)
-        if order == "cyclic":
-            with pytest.raises(hsa.UnsupportedRunError, match="end of an epoch"):
-                fit(model, callbacks=[act])
-            continue
-        fit(model, callbacks=[act])
-        again = gone_on(*kept[0], discard_later_steps=True, batch_order=order)
-        assert again.privacy_event.num_steps == 5
+    fit(model, callbacks=[callbacks.LambdaCallback(on_train_batch_end=keep)])
+    again = gone_on(*kept[0], discard_later_steps=True, batch_order=order)
+    assert again.privacy_event.num_steps == 5
 
 
 def test_steps_that_another_model_declares_later_were_not_declared_in_advance(new_process):

@@ -131,7 +131,7 @@ def test_composition_needs_no_bound():
 )
 def test_every_kind_of_loss(loss):
     """A weight may be 0: of strong convexity nothing is left."""
-    found = Declared(loss_geometry=loss, largest_weight=3.0).geometry
+    found = Declared(loss_geometry=loss).weighted(3.0).geometry
     assert (found.smoothness, found.lipschitz) == (3 * loss.smoothness, 9.0)
     assert (found.strong_convexity, found.weak_convexity) == (0.0, 3 * loss.weak_convexity)
 

@@ -131,12 +131,6 @@ class TestEager:
         with pytest.raises(UnsupportedRunError, match="Another record of this process"):
             first.step()
 
-    def test_a_state_is_of_the_end_of_an_epoch(self):
-        run = private_run()
-        run.step()
-        with pytest.raises(UnsupportedRunError, match="end of an epoch"):
-            run.state()
-
     def test_noise_is_found_for_a_target(self):
         run = private_run("head", noise_multiplier=None, target_delta=DELTA)
         with pytest.raises(ValueError, match="noise_multiplier"):

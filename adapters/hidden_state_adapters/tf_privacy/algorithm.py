@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import attrs
 import numpy as np
 import tensorflow as tf
-from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import Assumption, LossGeometry, Schedule, UnsupportedRunError
 from hidden_state_accountants.runs import algorithms
@@ -40,20 +39,11 @@ Blocks = tuple[tuple[Any, ...], ...]
 
 
 class UpdateRule:
-    """DP-SGD along an optimizer of Keras; other algorithms override what is theirs.
+    """DP-SGD along an optimizer of Keras; other algorithms override what is theirs."""
 
-    Attributes:
-        divisor: Public divisor of the sums that the run has to have; None for any.
-        why_one_replica: Reason why the steps cannot be those of several replicas; "" if they can.
-        takes_gradient_bound: True if a bound on the gradients alone says anything of its runs.
-
-    Args:
-        optimizer: Optimizer of Keras, or its name.
-    """
-
-    divisor: int | None = None
-    why_one_replica: ClassVar[str] = ""
-    takes_gradient_bound: ClassVar[bool] = False
+    divisor: int | None = None  # of the sums, that the run has to have
+    why_one_replica: ClassVar[str] = ""  # reason why there cannot be several
+    takes_gradient_bound: ClassVar[bool] = False  # without anything else known of the loss
 
     def __init__(self, optimizer: Any):
         self.optimizer = optimizer
@@ -88,7 +78,6 @@ class UpdateRule:
             clip_norm=steps.step.clip,
             source=declared.source,
             loss=declared.geometry,
-            weight=declared.largest_weight,
             prox="" if prox is None else prox.effect,
             prox_strong_convexity=settings.prox_strong_convexity,
             radius=math.inf if radius is None else radius,
@@ -115,26 +104,14 @@ class Algorithm:
     """Makes private steps by a rule, and says what run they make.
 
     A model asks it for steps on the batches of a plan; a drop-in optimizer shows its `step`
-    gradients of its own.
+    gradients of its own, and has no plan in a loop that nobody records.
 
     Attributes:
-        step: Private step that is made.
         last_step: Last step, and number of steps so far.
         left: Values that it left, as of `PrivateStep.values`.
         lineage: Run that its steps are of, and those before it.
-        asked_for: Number of steps that the only call of fit so far was asked for; None if there
-            are more.
+        asked_for: Number of steps that the only call of fit so far was asked for, or None.
         examples_of_record: Examples of a microbatch, m; assigned before the run begins.
-
-    Args:
-        rule: Rule that says which algorithm it is.
-        settings: Arguments of the model, or what the optimizer was made with.
-        optimizer: Optimizer that Keras has compiled.
-        plan: Batches; None in a loop that nobody records.
-        variables: Variables that are trained.
-
-    Raises:
-        UnsupportedRunError: There is no such algorithm.
     """
 
     def __init__(
@@ -156,7 +133,8 @@ class Algorithm:
             raise UnsupportedRunError(
                 f"Expected plain SGD in a MirroredStrategy, got {what}: {why}. Train in one."
             )
-        self._rule, self.plan, self.settings = rule, plan, settings
+        self.plan: Any = plan
+        self._rule, self.settings = rule, settings
         clip: Any = settings.with_clip_norm(math.inf, "a loop of somebody else has none")
         noise, self.blocks = settings.noise_multiplier, rule.blocks_of(variables)
         self.step = PrivateStep(
@@ -184,7 +162,7 @@ class Algorithm:
         rate: tf.Tensor,
         left: Sequence[tf.Tensor],
     ) -> tuple[ExampleGradients, tf.Tensor, tf.Tensor]:
-        """Clips, adds noise, and moves the variables; see `PrivateStep.take`."""
+        """See `PrivateStep.take`."""
         refuse_surroundings(self._strategy)  # fit enters the strategy of the model
         return self.step.take(passes, rows, rate, left)
 
@@ -241,9 +219,9 @@ class Algorithm:
 
     @property
     def hidden_state(self) -> str:
-        """Secret that the algorithm keeps, or the order that is drawn for the whole run."""
-        plan: Any = self.plan
-        return self.described.secret or plan.why_not_resumable(plan.num_batches)
+        """Secret that the algorithm keeps, or the order of batches to come that are drawn."""
+        steps = self.last_step.steps or self.plan.num_batches
+        return self.described.secret or self.plan.why_not_resumable(steps)
 
     def places(self, variables: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
         """Returns the places of the variables of each block among those that are trained."""
@@ -252,27 +230,20 @@ class Algorithm:
 
     def private_state(self) -> dict[str, Any]:
         """Returns the secret order, and what the rule keeps. Secret."""
-        plan: Any = self.plan
-        return {
-            "order": plan.private_state(self.last_step.steps),
-            **self.step.rule.private_state(),
-        }
+        order = self.plan.private_state(self.last_step.steps)
+        return {"order": order, **self.step.rule.private_state()}
 
     def resume(self, state: RunState, variables: Sequence[Any]) -> None:
-        """Goes on with a run, with new noise; moments are what Keras restored.
-
-        Raises:
-            ValueError: The private state is damaged, or the blocks are others.
-        """
+        """Goes on with a run, with new noise; ValueError if the state is damaged, or of others."""
         if (own := self.places(variables)) != state.blocks:
             raise ValueError(
                 f"Expected the blocks of the run so far, trainable variables {state.blocks}, got "
                 f"{own}. Compile as before."
             )
-        plan: Any = self.plan
-        if plan.why_not_resumable(plan.num_batches):
-            plan.load_private_state((state.private or {}).get("order", {}))
-        self.step.rule.resume(state.private or {})
+        private = state.private or {}
+        if self.plan.why_not_resumable(state.num_steps):
+            self.plan.load_private_state(private.get("order", {}))
+        self.step.rule.resume(private)
         longest = self._declared.longest_gradient  # each was compared with it
         self.stands_at(StepEntry(state.num_steps, state.batch_size, largest_norm=longest))
         self.update.iterations.assign(state.iterations)
@@ -318,8 +289,7 @@ class Algorithm:
 
     def new_run(self, declared: Declared) -> Run:
         """Returns the empty record of a run."""
-        plan: Any = self.plan
-        return self._rule.described(self, declared).new_run(plan.fields)
+        return self._rule.described(self, declared).new_run(self.plan.fields)
 
     def step_of(self, entry: StepEntry) -> Step:
         """Returns what a step says to the run; UnsupportedRunError if it is none of such a run."""
@@ -334,13 +304,9 @@ class Algorithm:
     def with_steps_ahead(
         self, run: Run, steps: int, period: int, releases: tuple[bool, bool]
     ) -> Run:
-        """Adds to a run the steps that it lacks, as they are going to be.
+        """Adds to a run the steps that it lacks, as they are going to be, up to a number of them.
 
-        Args:
-            run: Run with its steps so far.
-            steps: Number of steps, those of earlier calls of fit included.
-            period: Number of steps of an epoch.
-            releases: True if a file is seen after every epoch, and after every step.
+        `releases` says whether a file is seen after every `period` of steps, and after every step.
         """
         plan, first, given = self.plan, run.num_steps, self.update.given_rate
         if callable(given) and not _is_schedule(given) and self.known_loss is not None:
@@ -349,11 +315,10 @@ class Algorithm:
                 "EarlyStopping or save_best_only, got a function: epsilon depends on the rates of "
                 "all steps. Use tf.keras.optimizers.schedules."
             )
-        assert plan is not None
         rows = min(plan.batch_size, plan.max_batch_size or plan.batch_size)
         rates = [*self.rates(steps - first), None]
         for number, rate in zip(range(first, steps + 1), rates, strict=True):
-            if releases[1] or (releases[0] and number % period == 0):
+            if releases[1] or (releases[0] and (steps - number) % period == 0):
                 run.release()
             if rate is not None:
                 step = self.step_of(StepEntry(rows=rows, learning_rate=rate))
@@ -361,14 +326,6 @@ class Algorithm:
         return run
 
     # What is said of it
-
-    def line_before(self, relation: NeighboringRelation) -> str:
-        """Returns a line on whether hidden iterates help, assuming the next step's numbers."""
-        is_drop_in = hasattr(self.update.optimizer, "plain_update")
-        if self.known_loss is None and not is_drop_in:  # composition is what was asked for
-            return ""
-        plan: Any = self.plan
-        return self.described.line_before(plan.fields, relation, float(self.update.rate()))
 
     def in_advance(self, run: Run) -> list[Assumption]:
         """Returns the number of steps that was asked for, and the rates that nobody changes."""
@@ -456,12 +413,7 @@ def rule_of(plain: Mapping[str, Any], optimizer: Any) -> Any:
 
 
 def rule_and_settings(optimizer: Any, given: Settings) -> tuple[UpdateRule, Settings]:
-    """Returns rule and settings of a model that is compiled with an optimizer.
-
-    Args:
-        optimizer: `UpdateRule`, optimizer of Keras or its name, or one with noise of this package.
-        given: Arguments that the model was made with.
-    """
+    """Returns rule and settings of a model that is compiled with a rule, or an optimizer."""
     if hasattr(optimizer, "for_model"):  # one with noise of this package
         rule, told = optimizer.for_model()
         return rule, given.joined_by(type(optimizer).__name__, told)

@@ -143,14 +143,10 @@ def check_loss(
     may_be_empty: bool = False,
     may_have_axes: bool = False,
 ) -> Any:
-    """Returns the loss if it has one entry per example, as far as can be seen here.
+    """Returns the loss of a batch if it has one entry per example, as far as can be seen here.
 
-    Args:
-        loss: Loss of a batch.
-        num_microbatches: Number that was declared.
-        may_be_empty: True if a batch may have no rows.
-        may_have_axes: True if a row may have several entries, of which TensorFlow Privacy takes
-            the mean: its rows are known not to depend on each other.
+    A row `may_have_axes`, of which TensorFlow Privacy takes the mean, where rows are known not to
+    depend on each other.
     """
     loss = tf.convert_to_tensor(loss)
     rank, rows = loss.shape.rank, loss.shape[0] if loss.shape.rank else None

@@ -163,21 +163,13 @@ class Head:
 
 @attrs.frozen(eq=False)
 class HeadRun:
-    """Gradients of a head, from features and the slopes of the loss.
-
-    Attributes:
-        layer: Layer that is trained.
-        features: Features of all examples, shape (examples, entries).
-        targets: Targets of all examples, as `evaluate` wants them.
-        evaluate: Function that gives losses and their slopes by the linear predictions.
-        variables: Variables that the gradients are of.
-    """
+    """Gradients of a head, from features and the slopes of the loss."""
 
     layer: Any
-    features: tf.Tensor
-    targets: Any
+    features: tf.Tensor  # of all examples, shape (examples, entries)
+    targets: Any  # of all examples, as `evaluate` wants them
     evaluate: Evaluate
-    variables: Sequence[Any] = ()
+    variables: Sequence[Any] = ()  # that the gradients are of
 
     @property
     def inputs(self) -> tuple[tf.Tensor, tf.Tensor]:
@@ -194,19 +186,12 @@ class HeadRun:
 
 @attrs.frozen
 class Known:
-    """Knowledge about the loss of a run before its first step.
+    """Knowledge about the loss of a run before its first step."""
 
-    Attributes:
-        declared: Declarations that the run is accounted with.
-        head: Inputs of its steps, if the loss is known.
-        checked: Assumption about the gradients that was checked.
-        why_not: Reason why the loss is not known, in words; "" if it is, or was declared.
-    """
-
-    declared: Declared
-    head: HeadRun | None = None
-    checked: str = _SINGLY
-    why_not: str = ""
+    declared: Declared  # that the run is accounted with
+    head: HeadRun | None = None  # gradients, if the loss is known
+    checked: str = _SINGLY  # of the gradients
+    why_not: str = ""  # the loss is known, where it was neither declared nor of no use
 
 
 def look_at(
@@ -216,7 +201,7 @@ def look_at(
 
     `is_of_use` says whether a geometry that is not asked for would be of use: of plain SGD.
     """
-    given, norm, keras_loss = declared.of_loss, declared.feature_norm, losses.keras_loss
+    given, norm, keras_loss = declared.geometry, declared.feature_norm, losses.keras_loss
     is_of_use &= given is None and math.isinf(declared.gradient_bound)
     if norm is None:
         _check_squared_error(given, keras_loss, model, x)

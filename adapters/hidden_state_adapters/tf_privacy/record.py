@@ -58,8 +58,6 @@ class RecordedRun:
     """The record that a callback or a private run keeps of its steps.
 
     Attributes:
-        why_not_known: Reason why nothing is known of the loss; "" if that is of no use.
-        note: Sentence that the report ends with, or "".
         num_batches: Number of steps that were recorded.
         texts: Declared assumptions about the steps so far.
         spent: Guarantees of the runs that the initial weights come from.
@@ -72,11 +70,11 @@ class RecordedRun:
         declared: Declarations that the run is accounted with.
         checked: Assumptions that its holder checks of gradients; None in a foreign loop.
         continued: Run that goes on; None for a new one.
-        files_stay_private: True if nobody sees files of the model from before the last step;
-            otherwise the iterate that one is written of counts as released.
+        files_stay_private: True if nobody sees files of the model from before the last step.
     """
 
-    why_not_known = note = ""
+    why_not_known = ""  # of the loss, where that is of use
+    note = ""  # that the report ends with
 
     def __init__(
         self,
@@ -129,8 +127,6 @@ class RecordedRun:
                 "the initial weights come from %d private run(s) before this one: epsilon is that "
                 "of all of them together", len(self.spent),
             )  # fmt: skip
-        if line := optimizer.line_before(self.relation):
-            _logger.warning(line)
 
     def _take_over(self, earlier: tuple[PastRun, ...], run_id: str | None = None) -> None:
         """Goes on with the run of this name here, after those that its weights come from."""
@@ -168,7 +164,6 @@ class RecordedRun:
         else:
             self.release()
         assert self._run is not None
-        assert optimizer.plan is not None
         return RunState(
             run_id=self._lineage.run_id,
             optimizer=optimizer.kind,
@@ -203,8 +198,7 @@ class RecordedRun:
     @property
     def next_batch(self) -> int:
         """Index within the epoch of the batch that the next step must use."""
-        assert self.optimizer.plan is not None
-        return self.num_batches % self.optimizer.plan.num_batches
+        return int(self.num_batches % self.optimizer.plan.num_batches)
 
     @property
     def has_begun(self) -> bool:
@@ -323,11 +317,6 @@ class RecordedRun:
         if self.num_batches or self._invalid:
             self.check()
             self.check_variables()
-
-    def check_told(self) -> None:
-        """Raises likewise, unless another run has trained on, to be composed with this one."""
-        if not self._lineage.is_over:
-            self.check_iterate()
 
     def check_variables(self) -> None:
         """Raises UnsupportedRunError likewise, of steps that may not be recorded yet."""

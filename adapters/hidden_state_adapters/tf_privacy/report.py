@@ -122,7 +122,8 @@ class PrivacyReport:
         own = self._told_by()
         if own._record is None:
             raise ValueError(f"Expected at least one step, got none yet. {self._how_to_begin}")
-        own._record.check_told()
+        if not own._record.optimizer.lineage.is_over:  # else another run has trained on
+            own._record.check_iterate()
         return own._record
 
     @property

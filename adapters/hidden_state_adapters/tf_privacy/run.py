@@ -119,6 +119,8 @@ class PrivateRun(PrivacyReport):
     """
 
     _how_to_begin = "Call step or train."
+    _strategy: Any = None
+    _show: Callable[[Any, Any], Any] = staticmethod(lambda targets, outputs: None)
 
     def __init__(
         self,
@@ -163,35 +165,14 @@ class PrivateRun(PrivacyReport):
 
     @classmethod
     def of_compiled(
-        cls,
-        model: Any,
-        rule: UpdateRule,
-        settings: Settings,
-        given: Given,
-        *,
-        uses_xla: bool,
-        continued: Continued | None,
+        cls, model: Any, rule: UpdateRule, settings: Settings, given: Given, **how: Any
     ) -> PrivateRun:
         """Returns the run of a compiled model, whose fit takes its steps."""
-        refuse_surroundings(strategy := strategy_of(model))
-        if strategy is not None and uses_xla:
-            raise UnsupportedRunError(
-                "Expected jit_compile = False in a MirroredStrategy, got True: XLA compiles no "
-                "exchange between its replicas. Leave it out."
-            )
         run = cls.__new__(cls)
-        run._open(
-            model,
-            model.loss,
-            model.optimizer,
-            rule,
-            settings,
-            given,
-            strategy=strategy,
-            uses_xla=uses_xla,
-            continued=continued,
-            show=lambda targets, outputs: model.compute_metrics(None, targets, outputs, None),
-        )
+        refuse_surroundings(strategy := strategy_of(model))
+        run._strategy = strategy
+        run._show = lambda targets, outputs: model.compute_metrics(None, targets, outputs, None)
+        run._open(model, model.loss, model.optimizer, rule, settings, given, **how)
         return run
 
     def _open(
@@ -205,18 +186,19 @@ class PrivateRun(PrivacyReport):
         *,
         uses_xla: bool,
         continued: Continued | None,
-        strategy: Any = None,
-        show: Callable[[Any, Any], Any] = lambda targets, outputs: None,
     ) -> None:
-        self._model, self._strategy, self._uses_xla, self._show = model, strategy, uses_xla, show
+        if self._strategy is not None and uses_xla:
+            raise UnsupportedRunError(
+                "Expected jit_compile = False in a MirroredStrategy, got True: XLA compiles no "
+                "exchange between its replicas. Leave it out."
+            )
+        self._model, self._uses_xla = model, uses_xla
         self.relation, self._target_delta = settings.neighboring_relation, settings.target_delta
         check_batched(given.x, given.batch_size)
         self._examples = HeldExamples(given.x, given.y, given.weights, given.steps_per_epoch)
         self._largest_weight = self._examples.given.largest
         self._asked = given.batches(self._examples.batch_size)
         self.plan = self._planned(settings)
-        if continued is not None:
-            self._check_end_of_epoch(continued.state.num_steps)
         variables = self._built(optimizer)
         example, losses = self._examples.first(1)[0], RowLosses(loss)
         known = self._looked_at(losses, rule, settings, optimizer, variables)
@@ -302,31 +284,23 @@ class PrivateRun(PrivacyReport):
     ) -> Known:
         """Looks at the examples, and at what is known of the loss; the model is as before."""
         fixed, held, declared = FixedVariables(self._model), self._examples, rule.declared(settings)
-        if self.has_weights and declared != Declared():
-            if self._largest_weight is None:
-                raise UnsupportedRunError(
-                    "Expected class_weight alone with what is known of the loss, got weights of "
-                    "examples: its constants grow with the largest weight that one could have. "
-                    "Leave feature_norm, loss_geometry and gradient_bound out."
-                )
-            declared = attrs.evolve(declared, largest_weight=self._largest_weight)
+        largest = 1.0 if held.weights is None else self._largest_weight
+        if largest is None and declared != Declared():
+            raise UnsupportedRunError(
+                "Expected class_weight alone with what is known of the loss, got weights of "
+                "examples: its constants grow with the largest weight that one could have. Leave "
+                "feature_norm, loss_geometry and gradient_bound out."
+            )
         held.check_each_once()
-        is_hidden = (
-            Update(optimizer, variables).is_plain_sgd and len(rule.blocks_of(variables)) <= 1
-        )
+        is_plain = Update(optimizer, variables).is_plain_sgd
+        gains = (is_plain and len(rule.blocks_of(variables)) <= 1) or rule.takes_gradient_bound
         adds = self.relation is NeighboringRelation.ADD_OR_REMOVE_ONE
-        known = look_at(
-            self._model,
-            losses,
-            held.x,
-            held.y,
-            declared,
-            is_of_use=not adds and (rule.takes_gradient_bound or is_hidden),
-        )
+        of_data = self._model, losses, held.x, held.y
+        known = look_at(*of_data, declared, is_of_use=gains and not adds)
         if known.head is not None:
             held.hold(known.head.inputs, known.head.targets)
         fixed.check(self._model)
-        return known
+        return attrs.evolve(known, declared=known.declared.weighted(largest or 1.0))
 
     def _prepare_steps(self) -> None:
         """Gets what takes the steps ready."""
@@ -400,7 +374,6 @@ class PrivateRun(PrivacyReport):
         """
         epochs = validate.integer("epochs", epochs, minimum=1)
         self._check_may_step(1)
-        self._check_end_of_epoch(self._record.num_batches)
         target = self.target(target_epsilon, target_delta)
         self.prepare(epochs, (False, False), target, may_stop=False)
         self._calls += 1
@@ -495,18 +468,13 @@ class PrivateRun(PrivacyReport):
 
     def _dealt(self, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns rows and indices of several batches, as many indices as the largest has."""
-        batches = [self._deal(step) for step in range(first, last)]
+        self.plan.start_pass(first)
+        batches = [self.plan.batch(step) for step in range(first, last)]
         sizes = [len(batch) for batch in batches]
         stacked = np.zeros((len(sizes), max(filled(size, self._multiple) for size in sizes)), int)
         for place, batch in zip(stacked, batches, strict=True):
             place[: len(batch)] = batch
         return np.array(sizes), stacked
-
-    def _deal(self, step: int) -> Sequence[int]:
-        """Draws the batch of a step, once."""
-        if step % self.steps_per_epoch == 0:
-            self.plan.start_pass(step)
-        return self.plan.batch(step)
 
     @keras_api.as_written
     def _take_several(
@@ -514,10 +482,8 @@ class PrivateRun(PrivacyReport):
     ) -> tuple[tf.Tensor, Sequence[tf.Tensor]]:
         """Takes steps until one is refused.
 
-        Returns:
-            Sum of the losses, number of examples, norm of the longest gradient (inf if one is not
-            finite), whether nothing else wrote to the variables, and the number of steps tried; and
-            the values that they left.
+        Returns sum and number of the losses, the norm of the longest gradient, whether nothing else
+        wrote to the variables, and the number of steps tried; and the values that they left.
         """
         strategy, step = self._strategy, self.steps.step
 
@@ -578,22 +544,12 @@ class PrivateRun(PrivacyReport):
     # Calls of fit
 
     def _check_can_go_on(self) -> None:
-        """Raises UnsupportedRunError where fit, which begins an epoch, could not go on."""
+        """Raises UnsupportedRunError where the run cannot go on elsewhere."""
         if self._record.chooses_steps:
             raise UnsupportedRunError(
                 "Expected a run that EarlyStopping cannot stop, or has not, got one that it may "
                 "have: its steps are accounted ahead, and do not go on elsewhere. Save the model; "
                 "whoever trains it further composes both runs."
-            )
-        self._check_end_of_epoch(self._record.num_batches)
-
-    def _check_end_of_epoch(self, steps: int) -> None:
-        batch = steps % self.steps_per_epoch
-        if batch and not self.plan.draws_every_step:
-            raise UnsupportedRunError(
-                f"Expected a state of the end of an epoch, got one before batch {batch} of "
-                f"{self.steps_per_epoch}: fit begins with batch 0. Take the state after fit, or in "
-                "on_epoch_end of a callback."
             )
 
     def go_on(self, given: Given) -> None:
@@ -652,13 +608,10 @@ class PrivateRun(PrivacyReport):
         *,
         may_stop: bool,
     ) -> None:
-        """Gets ready for the steps of a call of fit.
+        """Gets ready for the epochs of a call of fit, and finds the noise for a target.
 
-        Args:
-            epochs: Number of epochs that it trains.
-            releases: True if an iterate is seen after every epoch, and after every step.
-            target: Epsilon and delta that the noise is to be found for; None if it is known.
-            may_stop: True if validation data choose the number of epochs, or one of them.
+        `releases` says whether an iterate is seen after every epoch, and after every step,
+        `may_stop` whether validation data choose the number of epochs, or one of them.
         """
         record, steps = self._record, self.steps
         before = record.num_batches

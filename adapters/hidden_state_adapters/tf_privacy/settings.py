@@ -56,8 +56,6 @@ class Declared:
         feature_norm: Bound on the L2 norm of every example at the one linear layer that is
             trained; needed for "auto", checked otherwise if it is given.
         source: Origin of `loss_geometry` in words; "" if it is declared.
-        largest_weight: Bound on the weight that the loss of an example may have; what is said of
-            the loss is said of it without its weight.
     """
 
     gradient_bound: float = _given(
@@ -66,7 +64,6 @@ class Declared:
     loss_geometry: LossGeometry | str | None = _given(_geometry)
     feature_norm: float | None = _given(validate.real, "feature_norm", above=0)
     source: str = ""
-    largest_weight: float = 1.0
 
     def __attrs_post_init__(self) -> None:
         if self.feature_norm is None and self.is_automatic:
@@ -87,18 +84,17 @@ class Declared:
         return self.loss_geometry == AUTO
 
     @property
-    def of_loss(self) -> LossGeometry | None:
-        """Geometry of the loss without its weight, once it is known."""
+    def geometry(self) -> LossGeometry | None:
+        """Geometry of the loss, once it is known."""
         return self.loss_geometry if isinstance(self.loss_geometry, LossGeometry) else None
 
-    @property
-    def geometry(self) -> LossGeometry | None:
-        """Geometry of the loss times any weight from 0 to `largest_weight`."""
-        loss, largest = self.of_loss, self.largest_weight
+    def weighted(self, largest: float) -> Declared:
+        """Returns what is declared of the loss times any weight from 0 to the largest one."""
+        loss = self.geometry
         if loss is None or largest == 1:
-            return loss
+            return attrs.evolve(self, gradient_bound=largest * self.gradient_bound)
         is_strong = loss.kind is LossKind.STRONGLY_CONVEX
-        return attrs.evolve(
+        times = attrs.evolve(
             loss,
             kind=LossKind.CONVEX if is_strong else loss.kind,
             smoothness=largest * loss.smoothness,
@@ -106,6 +102,8 @@ class Declared:
             weak_convexity=largest * loss.weak_convexity,
             lipschitz=None if loss.lipschitz is None else largest * loss.lipschitz,
         )
+        source = self.source and f"{self.source}, times a weight of at most {largest:g}"
+        return attrs.evolve(self, loss_geometry=times, source=source)
 
     @property
     def measured(self) -> list[Assumption]:
@@ -119,9 +117,7 @@ class Declared:
     def longest_gradient(self) -> float:
         """Bound on the norm of every per-example gradient; inf if unknown."""
         loss = self.geometry
-        if loss is None or loss.lipschitz is None:
-            return self.gradient_bound * self.largest_weight
-        return loss.lipschitz
+        return self.gradient_bound if loss is None or loss.lipschitz is None else loss.lipschitz
 
 
 # Of the run

@@ -50,36 +50,21 @@ NOT_FINITE = "A per-example gradient is not finite, or the error of DiceSGD."
 
 @attrs.frozen
 class StepEntry:
-    """The last step of a run.
+    """The last step of a run."""
 
-    Attributes:
-        steps: Number of steps taken so far.
-        rows: Number of records in the batch.
-        learning_rate: Learning rate that the step used.
-        largest_norm: Norm of the longest gradient before clipping.
-        problem: Reason why the step ends the run; "" if it does not.
-    """
-
-    steps: int = 0
-    rows: int = 0
+    steps: int = 0  # taken so far
+    rows: int = 0  # records of the batch
     learning_rate: float = 0.0
-    largest_norm: float = 0.0
-    problem: str = ""
+    largest_norm: float = 0.0  # of a gradient before the clip
+    problem: str = ""  # why the step ends the run
 
 
 class PrivateStep:
     """Clips to C, adds N(0, (zC)^2), divides, and moves by a rule.
 
-    `noise_multiplier`, `norm_bound` and `blocks` may be assigned before the first step.
-
-    Args:
-        rule: Rule that moves the variables along the noisy mean.
-        variables: Variables that are trained.
-        clip: Clip norm C.
-        noise_multiplier: Noise multiplier z.
-        divisor: Constant divisor of the noisy sum; None to divide by the number of rows.
-        kept: Other variables that nobody else may write: moments.
-        blocks: Lists of the variables that move in turn; one by default.
+    The noisy sum is divided by `divisor`, or by the number of rows. Of `kept` variables, moments,
+    nobody else may write one. `noise_multiplier`, `norm_bound` and `blocks`, lists of the variables
+    that move in turn, may be assigned before the first step.
     """
 
     def __init__(
@@ -115,13 +100,13 @@ class PrivateStep:
         Args:
             passes: Functions that give the gradients of the batch for one block, at the current
                 values.
-            rows: Number of examples, which are the first rows of the batch; others are padding.
+            rows: Number of examples, which are the first rows of the batch.
             rate: Learning rate.
             left: Values that the step before left, as of `values`.
 
         Returns:
-            What the first pass gave; the norm of the longest gradient, inf if one is not finite;
-            and whether nothing but the steps has written to the variables.
+            What the first pass gave, the norm of the longest gradient (inf if one is not finite),
+            and whether the variables had these values.
         """
         found: list[ExampleGradients] = []
         longest, same = tf.zeros([], tf.float64), None
@@ -262,13 +247,7 @@ class PlainSGD:
         """Stands where another one stood; ValueError if what that one returned is damaged."""
 
     def direction(self, noisy: list[Any], rests: Sequence[Any], divisor: Any) -> tuple[Any, Any]:
-        """Returns the tensors to move along, and whether what the rule keeps is finite.
-
-        Args:
-            noisy: Noisy mean of the clipped gradients.
-            rests: Other sums.
-            divisor: Divisor of the mean, float64.
-        """
+        """Returns the tensors to move along, and whether what the rule keeps is finite."""
         return noisy, tf.constant(True)
 
     def move(self, variables: Sequence[Any], along: Sequence[Any], rate: Any) -> None:
@@ -324,11 +303,10 @@ def joint_norm(parts: Sequence[Any]) -> tf.Tensor:
 
 
 class Update:
-    """Update of an optimizer of Keras along noisy gradients.
+    """Update of an optimizer of Keras along noisy gradients: plain SGD is done here, else by Keras.
 
-    Plain SGD is done here, by the rule of the event; all else is Keras'. An optimizer with noise of
-    this package says in `plain_update` how Keras moves along gradients that have it, and in
-    `is_private_sgd` whether that is SGD.
+    An optimizer with noise of this package says in `plain_update` how Keras moves along gradients
+    that have it, and in `is_private_sgd` whether that is SGD.
     """
 
     def __init__(self, optimizer: Any, variables: Sequence[Any]):
@@ -345,6 +323,7 @@ class Update:
         is_sgd = keras_api.is_sgd(optimizer) or getattr(optimizer, "is_private_sgd", False)
         self.is_plain_sgd = is_sgd and not self.why_not_plain
         self.weight_decay = float(self._options["weight_decay"] or 0.0)
+        self.iterations = keras_api.iterations_of(optimizer)
         state = keras_api.state_of(optimizer)
         self.slots = [v for v in state if v.dtype.base_dtype in PRECISIONS]
 
@@ -358,11 +337,6 @@ class Update:
     def given_rate(self) -> Any:
         """The learning rate as it was given: a number (a variable), a schedule, or a function."""
         return keras_api.given_rate(self.optimizer)
-
-    @property
-    def iterations(self) -> Any:
-        """The count of Keras."""
-        return keras_api.iterations_of(self.optimizer)
 
     def rate(self) -> tf.Tensor:
         """Returns the learning rate of the next update."""
