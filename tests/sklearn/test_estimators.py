@@ -13,7 +13,6 @@ from declared_lines import ONE_EXAMPLE, ONE_PERSON, PUBLIC_CALLS, PUBLISHED, lis
 from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import FunctionTransformer
 
-import hidden_state_accountants as hsa
 from hidden_state_adapters.sklearn import (
     PrivacyBudgetWarning,
     PrivateClassifier,
@@ -144,13 +143,6 @@ def test_coefficients_of_a_classifier_in_the_units_of_the_columns(preprocessing)
         _ = classifier().fit(X, NAMES).coef_of_columns_
 
 
-def test_bounds_of_columns_take_their_units_away():
-    columns = X * [1.0, 1e4, 1e-4]
-    bounds = np.array([[-0.5, 1.5]] * 3) * np.array([[1.0], [1e4], [1e-4]])
-    assert classifier(column_bounds=bounds).fit(columns, NAMES).score(columns, NAMES) > 0.95
-    assert classifier().fit(columns, NAMES).score(columns, NAMES) < 0.8
-
-
 class OfFrames(PrivateClassifier):
     """As if what it is fitted to were data frames."""
 
@@ -182,16 +174,6 @@ def test_columns_of_unlike_units_are_warned_of_by_name():
     assert bounded.score(UNITS, NAMES) > 0.9
 
 
-def test_one_pair_of_bounds_is_for_all_columns():
-    means = [
-        classifier(preprocessing="center", column_bounds=bounds, public_features=X[:100])
-        .fit(X, NAMES)
-        ._statistics.means
-        for bounds in ((-1, 3), [(-1, 3)] * 3)
-    ]
-    np.testing.assert_array_equal(*means)
-
-
 def test_ridge_shrinks():
     y = X @ [1.0, -1.0, 2.0]
     norms = [
@@ -217,10 +199,8 @@ def test_ridge_shrinks():
         (classifier(neighboring_relation="add_or_remove_one"), NAMES, "number of records sets"),
         (regressor(target_bounds=None), LABELS, "range of the targets is"),
         (regressor(target_bounds=(1, 1)), LABELS, "target_bounds"),
-        (regressor(target_bounds=3), LABELS, "two numbers with low < high, got 3"),
         (regressor(target_bounds="ab"), LABELS, "two numbers with low < high, got 'ab'"),
         (classifier(column_bounds=3), NAMES, r"shape \(features, 2\)"),
-        (classifier(column_bounds=(1, 0)), NAMES, "low < high"),
         (classifier(column_bounds=[(0, 1)] * 2), NAMES, "for 3 columns"),
         (classifier(column_bounds=[(1, 0)] * 3), NAMES, "low < high"),
         (regressor(threshold=0.0), LABELS, "clip_norm"),
@@ -234,16 +214,6 @@ def test_refused_before_training(model, y, message, monkeypatch):
     )
     with pytest.raises(ValueError, match=message):
         model.fit(X, y)
-
-
-def test_the_noise_has_no_seed():
-    with pytest.raises(TypeError, match="random_state"):
-        PrivateClassifier(random_state=0)
-    coefs = []
-    for _ in range(2):
-        np.random.seed(0)  # noqa: NPY002
-        coefs.append(classifier().fit(X, NAMES).coef_)
-    assert not np.isclose(*coefs).any()
 
 
 def test_nothing_of_the_training_stays():
@@ -299,14 +269,6 @@ def test_one_absurd_record_does_not_end_a_run():
         assert model.fit(rows, NAMES).score(rows[2:], NAMES[2:]) > 0.95
 
 
-def test_fits_compose():
-    models = [classifier().fit(X, NAMES) for _ in range(2)]
-    accountant = hsa.LastIterateAccountant()
-    for model in models:
-        accountant.compose(model.privacy_event_)
-    assert 4 < accountant.get_epsilon(1e-5) < 6
-
-
 def test_the_first_fit_warns_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -327,16 +289,6 @@ def test_examples():
     found = doctest.testmod(estimators)
     assert found.failed == 0
     assert found.attempted >= 10
-
-
-def test_regression_at_small_epsilons_is_no_worse_than_a_constant():
-    from sklearn.datasets import load_diabetes
-
-    X, y = load_diabetes(return_X_y=True)
-    for epsilon, least in ((0.1, 0.0), (1.0, 0.3)):
-        model = PrivateRegressor(epsilon, target_bounds=(0, 400), feature_norm=0.12)
-        scores = [model.fit(X[:300], y[:300]).score(X[300:], y[300:]) for _ in range(20)]
-        assert np.mean(scores) > least
 
 
 @pytest.mark.parametrize("make", [classifier, regressor])

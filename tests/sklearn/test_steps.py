@@ -101,19 +101,6 @@ def test_the_noise_is_the_events():
     assert abs(weights.mean()) < 6 * weights.std() / math.sqrt(4000)
 
 
-def test_every_step_draws_its_noise_once():
-    drawn = []
-
-    class Counting(OwnGenerator):
-        def normal(self, std, shape):
-            drawn.append((std, shape))
-            return super().normal(std, shape)
-
-    run = planned(epochs=9)
-    trained(run, ONE_HOT, generator=Counting())
-    assert drawn == [(run.event.noise_multiplier * run.event.clip_norm, (D + 1, K))] * 9
-
-
 @pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
 @pytest.mark.parametrize(("loss", "targets"), LOSSES)
 def test_the_law_of_all_that_is_released_is_no_further_apart_than_the_guarantee(
@@ -166,6 +153,55 @@ def test_no_record_moves_a_sum_by_more_than_the_clip_norm(normalization, loss):
                     loss, clip_norm, records, lambda i, r=row: ONE_HOT[r : r + 1][i], weights
                 )
                 assert np.linalg.norm(total) <= clip_norm * (1 + 1e-6)
+
+
+def test_the_gradient_of_a_record_is_clipped_and_then_weighted():
+    clip_norm = planned("logistic").event.clip_norm
+    weights_of_records = np.random.default_rng(5).random(N)
+    weights_of_records[0] = 0.0
+
+    def sum_of(rows, factors):
+        targets = BINARY[rows]
+        records = Records.of(X[rows], 1.0, "scale", 0.3)
+        given = None if factors is None else factors[rows]
+        return gradient_sum(
+            "logistic", clip_norm, records, lambda part: targets[part], np.ones((D + 1, 1)), given
+        )
+
+    for row in range(5):
+        alone = sum_of([row], None)
+        weighted = sum_of([row], weights_of_records)
+        np.testing.assert_allclose(weighted, weights_of_records[row] * alone, atol=1e-15)
+        assert np.linalg.norm(weighted) <= clip_norm * weights_of_records[row] * (1 + 1e-12)
+    parts = [sum_of([row], weights_of_records) for row in (3, 1, 8)]
+    np.testing.assert_allclose(sum_of([3, 1, 8], weights_of_records), sum(parts), atol=1e-14)
+
+
+def test_one_of_many_records_in_float32_moves_the_sum_by_no_more_than_its_gradient():
+    """A float32 sum of so many is rounded by some per cent of the clip norm, either way."""
+    n, clip_norm, random = 2**18, 0.3, np.random.default_rng(1)
+    records, targets = (
+        Records.of(np.ones((n, 1), "float32"), 1.0, "clip", 0.0),
+        np.full((n, 1), -1.0),
+    )
+
+    def sum_of(factors):
+        return gradient_sum(
+            "squared_error",
+            clip_norm,
+            records,
+            lambda part: targets[part],
+            np.zeros((2, 1)),
+            factors,
+        )
+
+    for _ in range(20):
+        factors = np.full(n, random.uniform(0.5, 1))
+        row = random.integers(n)
+        factors[row] = 1.0
+        there = sum_of(factors)
+        factors[row] = 0.0
+        assert np.linalg.norm(there - sum_of(factors)) <= clip_norm * (1 + 1e-9)
 
 
 def test_row_norms_neither_overflow_nor_underflow():

@@ -1,14 +1,21 @@
-"""Public maps of the columns: bounds, and hat functions between them."""
+"""Public numbers about columns, classes and records: bounds, hat functions, weights."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
 
 pytest.importorskip("sklearn")
 
-from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor, estimators
+from hidden_state_adapters.sklearn import (
+    PrivateClassifier,
+    PrivateRegressor,
+    UnaccountedStepWarning,
+    estimators,
+)
 from hidden_state_adapters.sklearn.columns import Columns
+from hidden_state_adapters.sklearn.record_weights import class_weights
 
 pytestmark = pytest.mark.filterwarnings(  # the same records in every test
     "ignore::hidden_state_adapters.sklearn.PrivacyBudgetWarning"
@@ -18,11 +25,18 @@ rng = np.random.default_rng(6)
 X = np.c_[rng.uniform(-4, 4, size=(2000, 2)), rng.integers(2, size=2000)]
 LABELS = (np.abs(X[:, 0]) > 2).astype(int)  # no line tells them apart
 BOUNDS = [(-4, 4), (-4, 4), (0, 1)]
+RARE = (rng.random(2000) < 0.1).astype(int)
+ROWS = np.c_[RARE + 0.7 * rng.normal(size=2000), np.ones(2000)]
 
 
 def classifier(**changes):
     settings = dict(epsilon=1.0, classes=[0, 1], column_bounds=BOUNDS, splines=[9, 9, 0])
     return PrivateClassifier(**{**settings, **changes})
+
+
+def weighted(weight=None):
+    options = dict(epsilon=3.0, classes=[0, 1], preprocessing=None, calibrate=False)
+    return PrivateClassifier(class_weight=weight, **options)
 
 
 def test_a_column_is_linear_between_its_knots():
@@ -71,17 +85,12 @@ def test_what_no_line_tells_apart():
         _ = regressor.coef_of_columns_
 
 
-def test_the_arguments_are_public_numbers():
-    np.testing.assert_array_equal(Columns.of((0, 1), np.array([2, 0]), ["a", "b"]).knots, [2, 0])
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"column_bounds": None}, "column_bounds beside splines"),
         ({"splines": 1}, "at least 2"),
         ({"splines": [9, 9]}, "for 3 columns"),
-        ({"splines": 9.0}, "at least 2"),
         ({"splines": "nine"}, "at least 2"),
         ({"preprocessing": "whiten", "epsilon": 0.01}, "of 19 columns"),
     ],
@@ -92,3 +101,67 @@ def test_refused_before_training(changes, message, monkeypatch):
     )
     with pytest.raises(ValueError, match=message):
         classifier(**changes).fit(X, LABELS)
+
+
+# Weights.
+
+
+def test_weights_change_the_model_and_not_the_event():
+    plain = weighted().fit(ROWS, RARE)
+    by_class = weighted({1: 9.0}).fit(ROWS, RARE)
+    by_record = weighted().fit(ROWS, RARE, np.where(RARE, 1.0, 1 / 9))
+    assert by_class.privacy_event_ == plain.privacy_event_ == by_record.privacy_event_
+    rare = RARE == 1
+    for model in (by_class, by_record):
+        assert model.predict(ROWS)[rare].mean() > plain.predict(ROWS)[rare].mean() + 0.2
+    assert "the weights of the classes, {1: 9.0}" in by_class.report_
+    assert "the weight of every record is a function of it alone" in by_record.report_
+    assert "weight of every record" not in plain.report_
+
+
+def test_weights_that_were_computed_from_the_labels_are_warned_of():
+    counts = np.bincount(RARE)
+    balanced = {label: 2000 / (2 * count) for label, count in enumerate(counts)}
+    with pytest.warns(UnaccountedStepWarning, match="computed from these very labels"):
+        weighted(balanced).fit(ROWS, RARE)
+    with pytest.warns(UnaccountedStepWarning, match="computed from these very labels"):
+        weighted().fit(ROWS, RARE, counts.min() / counts[RARE])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UnaccountedStepWarning)
+        weighted({0: 0.1, 1: 0.9}).fit(ROWS, RARE)
+        weighted().fit(ROWS, RARE, np.full(2000, 0.5))
+        weighted().fit(ROWS, RARE, np.zeros(2000))
+
+
+def test_class_weights_are_relative_to_the_largest():
+    classes = np.array(["a", "b", "c"])
+    np.testing.assert_allclose(class_weights({"b": 4.0, "c": 0.5}, classes), [0.25, 1.0, 0.125])
+    assert class_weights(None, classes) is None
+
+
+@pytest.mark.parametrize(
+    ("weight", "error", "message"),
+    [
+        ("balanced", ValueError, "how often a label occurs is private"),
+        ([1.0, 2.0], TypeError, "a dictionary from labels"),
+        ({2: 1.0}, ValueError, "labels among classes"),
+        ({1: 0.0}, ValueError, "> 0"),
+    ],
+)
+def test_class_weights_that_are_refused(weight, error, message):
+    with pytest.raises(error, match=message):
+        weighted(weight).fit(ROWS, RARE)
+
+
+def test_sample_weights_that_are_refused():
+    regressor = PrivateRegressor(target_bounds=(0, 1))
+    for model in (weighted(), regressor):
+        for bad in (1.5, -0.1, np.nan):
+            weights = np.ones(2000)
+            weights[7] = bad
+            with pytest.raises(ValueError, match="largest one that there can be"):
+                model.fit(ROWS, RARE, weights)
+        with pytest.raises(ValueError, match="shape"):
+            model.fit(ROWS, RARE, np.ones(3))
+    assert not hasattr(regressor, "privacy_event_")
+    assert regressor.fit(ROWS, RARE, np.ones(2000)).coef_.shape == (2,)
