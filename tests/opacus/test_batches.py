@@ -83,7 +83,7 @@ def test_batches_hold_the_records_of_the_plan(make_run, order, workers):
     used = []
     for _ in range(2):
         for features, labels in run.loader:
-            assert indices(features) == run.optimizer.run.plan.batch(run.steps)
+            assert indices(features) == run.optimizer.run.declared.plan.batch(run.steps)
             used.append(indices(features))
             run.step((features, labels))
     assert run.steps == len(used) == 12
@@ -109,7 +109,7 @@ def test_empty_batches_are_steps(make_run, mode, pieces, workers):
         loader={"batch_size": 1, "num_workers": workers},
     )  # fmt: skip
     sizes = []
-    plan, loader = run.optimizer.run.plan, run.loader
+    plan, loader = run.optimizer.run.declared.plan, run.loader
     if pieces:
         loader = BatchMemoryManager(
             data_loader=loader, max_physical_batch_size=pieces, optimizer=run.optimizer
@@ -146,7 +146,7 @@ def test_a_cap_and_empty_batches_of_balls_in_bins(make_run, order):
         batch_order=Batches(order, max_batch_size=2), loader={"batch_size": 1},
         noise_multiplier=4.0,
     )  # fmt: skip
-    plan = run.optimizer.run.plan
+    plan = run.optimizer.run.declared.plan
     run.epoch()
     sizes = [plan.num_rows(step) for step in range(60)]
     assert run.steps == 60
@@ -189,7 +189,7 @@ def test_a_secret_order_is_in_no_output(make_run, order, tmp_path, caplog):
         repr(torch.load(path, weights_only=True)),
     ]  # fmt: skip
     assert not [text for text in shown if re.search(r"(?<![\w.])10[0-5]\d(?![\w.])", text)]
-    plan = run.optimizer.run.plan
+    plan = run.optimizer.run.declared.plan
     assert re.search(r"(?<![\w.])10[0-5]\d(?![\w.])", repr(plan.batch(run.steps - 1)))
     for secret in (run.loader, run.loader.batch_sampler):
         with pytest.raises((hsa.UnsupportedRunError, AttributeError, pickle.PicklingError)):
@@ -202,7 +202,7 @@ def test_a_public_seed_makes_one_shuffle_cyclic(make_run):
         run.epoch()
     assert runs[0].engine.privacy_event.batch_order is BatchOrder.CYCLIC
     assert "order of the batches" in runs[0].engine.report(DELTA)
-    batches = [[run.optimizer.run.plan.batch(k) for k in range(6)] for run in runs]
+    batches = [[run.optimizer.run.declared.plan.batch(k) for k in range(6)] for run in runs]
     assert batches[0] == batches[1] != batches[2]
     plain = make_run()
     plain.epoch()
@@ -295,14 +295,14 @@ def private(engine=None, *, loader=None, make="make_private", **arguments):
 )
 def test_the_order_of_the_batches(arguments, loader, order):
     _, _, optimizer, _ = private(loader=loader, **arguments)
-    assert optimizer.run.plan.order is BatchOrder(order)
+    assert optimizer.run.declared.plan.order is BatchOrder(order)
 
 
 def test_a_target_is_met_on_poisson_batches():
     *_, optimizer, _ = private(
         make="make_private_with_epsilon", target_epsilon=2.0, target_delta=1e-5, epochs=2
     )
-    assert optimizer.run.plan.order is BatchOrder.POISSON
+    assert optimizer.run.declared.plan.order is BatchOrder.POISSON
     stock = PrivacyEngine()
     *_, other, _ = private(
         stock, make="make_private_with_epsilon", target_epsilon=2.0, target_delta=1e-5, epochs=2

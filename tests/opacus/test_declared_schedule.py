@@ -185,7 +185,7 @@ def warm_up(optimizer):
 )
 def test_no_noise_is_found_for_the_rate_of_the_moment(make_loader, scheduler, now):
     """The warm-up has set a twelfth of the rate already when the noise is looked for."""
-    text = rf"schedule=, got.* is {now} at this moment \(.* started from 0.5\)"
+    text = rf"schedule=, got.* is {now} at this moment \(started from 0.5\)"
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         with_epsilon(make_loader, None, scheduler=scheduler)
 
@@ -203,7 +203,7 @@ def test_a_scheduler_that_is_made_after_the_noise_was_found(make_loader):
             optimizer.step()
             scheduler.step()
 
-    text = r"step 2 uses learning rate 0\.45, expected 0\.5, for which make_private_with_epsilon"
+    text = r"step 2 uses learning rate 0\.45, expected 0\.5, .*make_private_with_epsilon found"
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         epoch()
     assert len(engine.accountant) == 1

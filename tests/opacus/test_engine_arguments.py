@@ -83,16 +83,6 @@ def test_equal_groups_and_frozen_parameters_are_fine(make_run):
     ("arguments", "error", "text"),
     [
         ({"batch_order": "no such order"}, ValueError, "batch_order to be one of full, cyclic"),
-        (
-            {"poisson_sampling": True, "batch_order": "cyclic"},
-            hsa.UnsupportedRunError,
-            "Leave it out",
-        ),
-        (
-            {"poisson_sampling": False, "batch_order": "poisson"},
-            hsa.UnsupportedRunError,
-            "poisson_sampling = True",
-        ),
         ({"rand_on_empty": True}, hsa.UnsupportedRunError, "rand_on_empty = False"),
         ({"optimizer_class": object}, hsa.UnsupportedRunError, "Expected mechanism = None"),
         ({"clipping": "per_layer"}, hsa.UnsupportedRunError, 'clipping = "flat"'),
@@ -102,7 +92,7 @@ def test_equal_groups_and_frozen_parameters_are_fine(make_run):
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
         ({"after": BallProjection(0.1)}, hsa.UnsupportedRunError, "inside the ball"),
         ({"loss_geometry": "auto", "feature_norm": -1.0}, ValueError, "feature_norm > 0"),
-        ({"max_grad_norm": [1.0, 1.0]}, hsa.UnsupportedRunError, "a list clips every layer"),
+        ({"max_grad_norm": [1.0, 1.0]}, hsa.UnsupportedRunError, "one fixed clip of the whole"),
         ({"max_grad_norm": 0.0}, ValueError, "clip_norm > 0"),
         ({"noise_multiplier": -1.0}, ValueError, "noise_multiplier >= 0"),
         ({"criterion": "mse"}, TypeError, "Expected criterion to be"),
@@ -142,8 +132,6 @@ def test_secure_mode_needs_torchcsprng(make_run, monkeypatch):
         assert run.optimizer.secure_mode
         assert run.optimizer.generator is engine.secure_rng
         run.epoch()
-        with pytest.raises(ValueError, match="no noise_generator in secure mode"):
-            make_run(engine=engine, batch_order=order, noise_generator=torch.Generator())
 
 
 def test_every_argument_is_explained():
@@ -151,8 +139,6 @@ def test_every_argument_is_explained():
     explained = HiddenStatePrivacyEngine.make_private.__doc__
     for name in taken - {"optimizer_class", "rand_on_empty"}:
         assert re.search(rf"\b{name}\b", explained), name
-    with pytest.raises(TypeError, match="Unknown argument of make_private: surprise"):
-        RunArguments.of(surprise=1)
 
 
 def test_mechanisms_and_their_optimizers(make_run):

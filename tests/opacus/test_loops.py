@@ -118,7 +118,7 @@ def best_of_two(run):
 
 
 def a_row_left_out(run):
-    while not run.optimizer.run.plan.batch(run.steps):
+    while not run.optimizer.run.declared.plan.batch(run.steps):
         run.step(next(iter(run.loader)))
     features, labels = next(iter(run.loader))
     run.step((features[1:], labels[1:]))
@@ -254,7 +254,7 @@ def break_and_go_on(run):
     for batch in itertools.islice(run.loader, 4):
         run.step(batch)
     run.epoch()
-    return 6 if run.optimizer.run.plan.order.value in EPOCHS else 10
+    return 6 if run.optimizer.run.declared.plan.order.value in EPOCHS else 10
 
 
 def next_iter_every_step(run):
@@ -338,9 +338,9 @@ def test_a_loop_may_stop_with_one_batch_fetched(make_run, order):
     run = make_run(batch_order=order)
     for batch in itertools.islice(ahead(run.loader), 3):
         run.step(batch)
-    first = run.optimizer.run.plan.batch(3)
+    first = run.optimizer.run.declared.plan.batch(3)
     run.epoch(ahead(run.loader))
-    assert run.optimizer.run.plan.batch(3) == first
+    assert run.optimizer.run.declared.plan.batch(3) == first
     assert run.engine.privacy_event == event(order, 9)
 
 

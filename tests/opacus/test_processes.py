@@ -238,16 +238,6 @@ def test_processes_that_load_different_checkpoints(two, tmp_path):
 # --- processes that are gone ---------------------------------------------------------------------
 
 
-def test_a_process_that_is_gone_or_silent_is_an_error_in_the_others():
-    group = Group(2, patience=4)
-    try:
-        text, has_epsilon = group.call("leaves_early")[0]
-        assert "ended or did not answer in time" in text
-        assert not has_epsilon
-    finally:
-        group.close()
-
-
 def test_a_process_that_dies_ends_the_others():
     group = Group(2)
     try:

@@ -148,7 +148,7 @@ def test_another_declaration_before_the_first_step_replaces():
 def test_a_hook_by_hand_says_nothing_of_its_loader():
     loop, accountant = make("poisson"), HiddenStateAccountant()
     loop.optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(BATCH / RECORDS))
-    with pytest.raises(hsa.UnsupportedRunError, match="attached by hand"):
+    with pytest.raises(hsa.UnsupportedRunError, match="after make_private of a PrivacyEngine"):
         accountant.declare_run()
     loop.epoch()
     assert accountant.get_epsilon(DELTA) > 0
@@ -195,7 +195,6 @@ def test_poisson_batches_that_do_not_divide_the_records_are_hidden():
             weight_decay=1.0,
         )
         assert loop.event == truth
-        assert loop.accountant.history == [(2.0, 1 / 16, 48)]
         composed.append(attrs.evolve(truth, loss=None))
     assert "Theorem C" in loop.accountant.guarantee.theorem
     without = hsa.LastIterateAccountant().compose(composed[0]).get_epsilon(DELTA)
@@ -227,22 +226,6 @@ def test_rates_of_random_numbers(rate, dtype):
 
 
 # --- what is refused ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"loss_geometry": "auto"}, 'a criterion with loss_geometry="auto" or'),
-        ({"feature_norm": 1.0}, "or feature_norm, got none"),
-        (
-            {"criterion": nn.CrossEntropyLoss(), "loss_geometry": SOFTMAX},
-            "a criterion or a LossGeometry",
-        ),
-    ],
-)
-def test_arguments_that_make_no_sense(arguments, text):
-    with pytest.raises(ValueError, match=text):
-        stock_loop(declared=arguments)
 
 
 DEALS = "which is what the loader deals"

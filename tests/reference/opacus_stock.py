@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
 import hidden_state_adapters.opacus  # noqa: F401  registers the accountant
-from hidden_state_accountants.runs.run import Step
 
 RECORDS, BATCH, FEATURES, CLASSES = 60, 10, 5, 3
 DELTA = 1e-5
@@ -70,13 +69,6 @@ def resume(train, first, declared, kind):
     engine, *private = train(declared, optimizer=optimizer, epochs=0, **arguments)
     engine.accountant.load_state_dict(first.accountant.state_dict())
     return engine, *private
-
-
-def recorder(steps):
-    recorder = hsa.RunRecorder(batch_order="full", batch_size=60, dataset_size=60)
-    for _ in range(steps):
-        recorder.add(Step(noise_multiplier=0.3, learning_rate=0.1, clip_norm=1.0, rows=60))
-    return recorder
 
 
 def records(count=RECORDS):

@@ -1,7 +1,6 @@
 """Several processes on this machine that train together, and what a test lets them do."""
 
 import contextlib
-import datetime
 import multiprocessing
 import os
 import tempfile
@@ -39,10 +38,9 @@ class Group:
 
     Args:
         size: Processes.
-        patience: Seconds until one that does not answer is an error.
     """
 
-    def __init__(self, size, patience=60):
+    def __init__(self, size):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__])  # the imports take longer than all tests
         self.folder = tempfile.TemporaryDirectory()
@@ -50,7 +48,7 @@ class Group:
         self.pipes, self.processes = [], []
         for rank in range(size):
             pipe, theirs = context.Pipe()
-            arguments = (rank, size, store, patience, theirs)
+            arguments = (rank, size, store, theirs)
             self.processes.append(context.Process(target=_work, args=arguments, daemon=True))
             self.processes[-1].start()
             self.pipes.append(pipe)
@@ -68,16 +66,10 @@ class Group:
         self.folder.cleanup()
 
 
-def _work(rank, size, store, patience, pipe):
+def _work(rank, size, store, pipe):
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    # On a busy machine it takes longer until all processes have begun.
-    patience_at_first = datetime.timedelta(seconds=60)
-    distributed.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=size, timeout=patience_at_first
-    )
-    options = distributed.group.WORLD._get_backend(torch.device("cpu")).options
-    options._timeout = datetime.timedelta(seconds=patience)
+    distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     while True:
         name, arguments = pipe.recv()
         try:
@@ -376,10 +368,6 @@ def takes_one_step_too_many():
     """All processes find that before they look at a gradient: the run stays what it is."""
     run = Training(noise_multiplier=1.0, num_steps=3).epochs(1)
     return _outcome(run, run.epochs)
-
-
-def leaves_early():
-    return _every_step(lambda run, i, batch: None if i == 2 and rank() else run.step(batch))
 
 
 def dies():

@@ -13,16 +13,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from hidden_state_accountants import (
-    LossGeometry,
-    UnsupportedRunError,
-)
+from hidden_state_accountants import LossGeometry, UnsupportedRunError
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import criteria
 from hidden_state_adapters.opacus.criteria import KnownCriterion
 from hidden_state_adapters.opacus.frozen import FrozenPart
-from hidden_state_adapters.opacus.noise import check_noise_source
 from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.order import plan_batches
 from hidden_state_adapters.opacus.precision import check_precision, is_half
@@ -44,7 +40,6 @@ class DeclaredRun:
         head: Linear layer of a known loss, whose gradients follow from what goes in and comes out;
             or None.
         frozen: Part of the model that is kept in eval() mode.
-        maps: Maps that follow every step, by name: "prox", then "projection".
         schedule: Declared learning rates and number of steps.
         relation: Neighbouring relation of the guarantee.
         group: Processes that train it together; None for one.
@@ -57,7 +52,6 @@ class DeclaredRun:
     loss: LossGeometry | None
     head: nn.Linear | None
     frozen: FrozenPart
-    maps: Mapping[str, StepMap]
     schedule: DeclaredSchedule
     relation: NeighboringRelation
     group: ProcessGroup | None = None
@@ -66,6 +60,11 @@ class DeclaredRun:
     def mechanism(self) -> Any:
         """Class of the `PrivateOptimizer` that runs."""
         return self.arguments.optimizer_class
+
+    @property
+    def maps(self) -> Mapping[str, StepMap]:
+        """Maps that follow every step, by name: "prox", then "projection"."""
+        return self.arguments.after or {}
 
     @property
     def lipschitz(self) -> float | None:
@@ -79,27 +78,35 @@ class DeclaredRun:
             return None
         return KnownCriterion.of(self.arguments.criterion, self.head.out_features)
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """Parameters that are trained."""
+        return [p for p in self.inner.parameters() if p.requires_grad]
+
+    @property
+    def scale(self) -> int:
+        """Factor of a learning rate: events divide by b, a "sum" optimizer does not."""
+        return 1 if self.arguments.loss_reduction == "mean" else self.plan.batch_size
+
     def fields(self, noise_multiplier: float) -> dict[str, Any]:
         """Returns what is the same where a run goes on, beside what its recorder compares.
 
         In plain types, for a checkpoint.
         """
         arguments, known = self.arguments, self.known_criterion
-        norms = arguments.max_grad_norm
+        norms, radius = arguments.max_grad_norm, arguments.feature_norm
+        per_layer = [float(norm) for norm in norms] if isinstance(norms, list | tuple) else None
         return {
             "neighboring_relation": self.relation.name,
             "noise_multiplier": float(noise_multiplier),
-            "max_grad_norm": list(map(float, norms))
-            if isinstance(norms, list | tuple)
-            else arguments.clip_norm,
+            "max_grad_norm": per_layer or arguments.clip_norm,
             "loss_reduction": arguments.loss_reduction,
             "optimizer_class": arguments.optimizer_class.__name__,
             "mechanism": arguments.mechanism and attrs.asdict(arguments.mechanism),
             "update_rule": type(self.optimizer).__name__,
-            "feature_norm": None
-            if arguments.feature_norm is None
-            else float(arguments.feature_norm),
-            **{name: None for name in ("prox", "projection")},
+            "feature_norm": None if radius is None else float(radius),
+            "prox": None,
+            "projection": None,
             **{name: repr(part) for name, part in self.maps.items()},
             "criterion": None if known is None else known.fields,
             **self.schedule.fields(),
@@ -111,16 +118,6 @@ class DeclaredRun:
                 if p.requires_grad
             },
         }
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """Parameters that are trained."""
-        return [p for p in self.inner.parameters() if p.requires_grad]
-
-    @property
-    def scale(self) -> int:
-        """Factor of a learning rate: events divide by b, a "sum" optimizer does not."""
-        return 1 if self.arguments.loss_reduction == "mean" else self.plan.batch_size
 
     @classmethod
     def of(
@@ -140,13 +137,10 @@ class DeclaredRun:
         inner, optimizer = unwrapped(arguments)
         loss, head = resolve_loss(inner, arguments)
         arguments = arguments.with_clip_norm(loss)
-        arguments.optimizer_class.check_arguments(arguments, inner, optimizer)
-        is_composed = arguments.optimizer_class.is_composed
-        _check_parameters(inner, optimizer, allows_half=is_composed and group is None)
-        trained = [p for p in inner.parameters() if p.requires_grad]
-        check_noise_source(trained, arguments.noise_generator)
-        maps = arguments.after or {}
-        frozen = FrozenPart(inner, head, is_composed=is_composed)
+        mechanism = arguments.optimizer_class
+        mechanism.check_arguments(arguments, inner, optimizer)
+        _check_parameters(inner, optimizer, allows_half=mechanism.is_composed and group is None)
+        frozen = FrozenPart(inner, head, is_composed=mechanism.is_composed)
         frozen.check_batch_norm(tuple(inner.named_modules()))
         plan = plan_batches(
             arguments.data_loader,
@@ -159,15 +153,14 @@ class DeclaredRun:
             if plan.batch_size < group.size and plan.order not in OF_RANDOM_SIZE:
                 raise UnsupportedRunError(
                     f"Expected a batch_size >= {group.size}, the number of processes, got "
-                    f"{plan.batch_size}: the batch_size of the DataLoader is that of a step, all "
-                    "processes together. Raise it, or train in fewer processes."
+                    f"{plan.batch_size}: it is that of a step, all processes together. Raise it."
                 )
             plan.share = group.share
         schedule = DeclaredSchedule.of(arguments.schedule, arguments.num_steps)
-        given = arguments, inner, optimizer, plan, loss, head, frozen, maps, schedule
+        given = arguments, inner, optimizer, plan, loss, head, frozen, schedule
         run = cls(*given, relation=relation, group=group)
-        for part in maps.values():
-            part.start(trained, float(optimizer.param_groups[0]["lr"]) * run.scale)
+        for part in run.maps.values():
+            part.start(run.trained, float(optimizer.param_groups[0]["lr"]) * run.scale)
         return run
 
 
@@ -182,11 +175,10 @@ def _check_parameters(module: nn.Module, optimizer: Optimizer, *, allows_half: b
             f"{len(managed - known)} others (Module parameters are different than optimizer "
             "Parameters). Construct it with module.parameters()."
         )
-    if not any(p.requires_grad for p in own.values()):
+    trained = {name: param for name, param in own.items() if param.requires_grad}
+    if not trained:
         raise UnsupportedRunError("Expected a module with trainable parameters, got none.")
-    for name, param in own.items():
-        if not param.requires_grad:
-            continue
+    for name, param in trained.items():
         if not (allows_half and is_half(param)):
             check_precision(f"parameter {name}", param)
         if id(param) not in managed:
@@ -202,33 +194,24 @@ def _check_relation(arguments: RunArguments, relation: NeighboringRelation) -> N
     Divisor, rate and number of steps must not be computed from the number of records then, nor may
     epsilon, or noise that is found for it.
     """
+    batches = arguments.batch_order
     if relation is not NeighboringRelation.ADD_OR_REMOVE_ONE:
         return
-    batches, remedy = arguments.batch_order, "Use REPLACE_SPECIAL (a record against one with zero"
-    remedy += " gradient), whose figures are the same"
-    got = "got ADD_OR_REMOVE_ONE"
     if batches.order not in OF_RANDOM_SIZE:
-        raise UnsupportedRunError(
-            f"Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, {got}: the divisor "
-            f"would be the number of records, which is what adding or removing changes. {remedy}."
-        )
-    if batches.sampling_rate is None:
-        raise UnsupportedRunError(
-            f"Expected a constant rate and divisor, {got} with those of the DataLoader: they are "
-            "computed from the number of records, which is what adding or removing changes. Pass "
-            f'batch_order=Batches("{batches.order.value}", sampling_rate=q, batch_size=b) with '
-            f"constants that do not depend on the records. {remedy} where that number is public."
-        )
-    if batches.max_batch_size is not None or (
-        arguments.loss_geometry is not None and arguments.mechanism is None
-    ):
-        name = "loss_geometry (or criterion and feature_norm)"
-        name = name if batches.max_batch_size is None else "max_batch_size"
-        raise UnsupportedRunError(
-            f"Expected {name} = None, {got}: how large batches become, which epsilon would "
-            "then depend on, follows from the number of records, which is what adding or removing "
-            f"changes. Leave it out. {remedy} where that number is public."
-        )
+        expected = "neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE for batches of equal size"
+    elif batches.sampling_rate is None:
+        expected = f'a constant rate and divisor (Batches("{batches.order.value}", '
+        expected += "sampling_rate=q, batch_size=b))"
+    elif batches.max_batch_size is not None:
+        expected = "max_batch_size = None"
+    elif arguments.loss_geometry is not None and arguments.mechanism is None:
+        expected = "loss_geometry (or criterion and feature_norm) = None"
+    else:
+        return
+    raise UnsupportedRunError(
+        f"Expected {expected}, got ADD_OR_REMOVE_ONE: what follows from the number of records is "
+        "what adding or removing one changes. Use REPLACE_SPECIAL where that number is public."
+    )
 
 
 def unwrapped(arguments: RunArguments) -> tuple[nn.Module, Optimizer]:
@@ -240,19 +223,14 @@ def unwrapped(arguments: RunArguments) -> tuple[nn.Module, Optimizer]:
 
 
 def is_shared(arguments: RunArguments) -> bool:
-    """Tells whether several processes train the run together.
-
-    Raises:
-        TypeError, UnsupportedRunError: As `group.trains_together`.
-    """
+    """Tells whether several processes train the run together; see `trains_together`."""
     module = _without_gradients(arguments.module)
-    if isinstance(module, DistributedDataParallel):
-        if arguments.is_ghost and arguments.loss_geometry != "auto":
-            raise UnsupportedRunError(
-                'Expected grad_sample_mode = "hooks" with DistributedDataParallel, got "ghost": '
-                "DistributedDataParallel would add up the gradients of both backward passes. Use "
-                "Opacus' DPDDP."
-            )
+    is_ghost = arguments.is_ghost and arguments.loss_geometry != "auto"
+    if isinstance(module, DistributedDataParallel) and is_ghost:
+        raise UnsupportedRunError(
+            'Expected grad_sample_mode = "hooks" with DistributedDataParallel, got "ghost": it '
+            "would add up the gradients of both backward passes. Use Opacus' DPDDP."
+        )
     return trains_together(module, arguments.distributed)
 
 
@@ -269,7 +247,7 @@ def resolve_loss(
     if loss_geometry == "auto":
         known = criteria.auto_loss_geometry(module, criterion, feature_norm, reduction)
         return known, criteria.find_linear_head(module)
-    if loss_geometry is not None and not isinstance(loss_geometry, LossGeometry):
+    if not isinstance(loss_geometry, LossGeometry | None):
         raise TypeError(
             f'Expected loss_geometry to be a LossGeometry, "auto" or None, got {loss_geometry!r}.'
         )

@@ -17,11 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants import (
-    Assumption,
-    Comparison,
-    UnsupportedRunError,
-)
+from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.advice import report_lines
 from hidden_state_accountants.best_bound import check_covered
 from hidden_state_accountants.guarantee import (
@@ -39,12 +35,8 @@ from hidden_state_adapters.opacus.loader import private_loader
 from hidden_state_adapters.opacus.noise import GIVEN_NOISE
 from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
-from hidden_state_adapters.opacus.processes import News, ProcessGroup
-from hidden_state_adapters.opacus.registry import (
-    AccountedRun,
-    check_later_steps,
-    note_branch,
-)
+from hidden_state_adapters.opacus.processes import ProcessGroup
+from hidden_state_adapters.opacus.registry import AccountedRun, check_later_steps, note_branch
 from hidden_state_adapters.opacus.run import (
     SECTION,
     TrainingRun,
@@ -60,7 +52,10 @@ _NEVER_BELOW = ("prv", "rdp")  # accountants of Opacus whose epsilon is never th
 _logger = logging.getLogger("hidden_state_accountants")
 
 _NOT_SEEN = "every per-example gradient is that of the loss at one record of the delivered batch"
-_PRIVATE_CHECKPOINTS = "checkpoints that were saved with stays_private=True are shown to nobody"
+_AGAIN = (
+    "This run ended when make_private was called again: its last iterate counts as released then, "
+    "and later steps would not be accounted. Use the optimizer that the last make_private returned."
+)
 
 
 class HiddenStatePrivacyEngine(PrivacyEngine):
@@ -98,33 +93,27 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if accountant not in (MECHANISM, *_NEVER_BELOW):
             raise ValueError(
                 f"Expected accountant = {MECHANISM!r} (or 'prv' or 'rdp', whose epsilon is never "
-                f"the smaller one), got {accountant!r}. For another accountant use "
-                "opacus.PrivacyEngine."
+                f"the smaller one), got {accountant!r}. Use opacus.PrivacyEngine for another one."
             )
-        super().__init__(accountant=MECHANISM, secure_mode=secure_mode)
-        self._accountant = HiddenStateAccountant(neighboring_relation)
         self._run: TrainingRun | None = None
         self._group: ProcessGroup | None = None
+        super().__init__(accountant=MECHANISM, secure_mode=secure_mode)
+        self.accountant = HiddenStateAccountant(neighboring_relation)
 
     @property
     def accountant(self) -> HiddenStateAccountant:
-        """The accountant of the runs of this engine; it cannot be replaced.
-
-        Raises:
-            UnsupportedRunError: If something is assigned: the steps so far would be missing there.
-        """
+        """The accountant of the runs of this engine; fixed once there is a run."""
         return self._accountant
 
     @accountant.setter
     def accountant(self, accountant: HiddenStateAccountant) -> None:
-        if "_accountant" in vars(self):
+        if self._run is not None:
             raise UnsupportedRunError(
                 f"Expected engine.accountant to stay what it is, got another "
-                f"{type(accountant).__name__}: the steps of this engine are recorded in its own, "
-                "and epsilon would lack them. Make another engine for another relation; for "
-                "another accountant use opacus.PrivacyEngine."
+                f"{type(accountant).__name__}: it would lack the steps of this engine. Make "
+                "another engine."
             )
-        self._accountant = accountant  # Opacus' constructor
+        self._accountant = accountant
 
     # 1. make_private, and the seams that it goes through in Opacus
 
@@ -141,82 +130,51 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """Wraps model, optimizer and loader, and starts a run.
 
         Args:
-            module: float32 or float64 parameters (by composition half precision, too), and no
-                buffers that change. What is frozen is kept in eval() mode, by composition its
-                batch normalisation only. Batch normalisation that trains is refused.
-            optimizer: Any optimizer over all trainable parameters, with any groups and schedules;
-                epsilon is then that of composition. For a hidden state (a known loss, or `after`) a
-                plain torch.optim.SGD. Its weight_decay acts outside the clip, so it is decoupled
-                decay. Rate and decay may change between steps, equally in all groups, on a
-                schedule that is fixed in advance.
-            data_loader: Data set, batch size b and workers. "cyclic" also takes its order, which is
-                public. Orders of equal batches need a b that divides the data set, or
-                drop_last=True. For "poisson" Opacus' rounding holds: a record joins with
-                probability 1/len(data_loader), and a step divides by the number of records over
-                len(data_loader), rounded down; `Batches` takes constants in their place.
+            module: Model without buffers that change. Its frozen part is kept in eval() mode, by
+                composition batch normalisation only.
+            optimizer: Any optimizer over all trainable parameters, by composition; plain
+                torch.optim.SGD with equal groups for a hidden state. Its weight_decay is decoupled.
+            data_loader: Data set, batch size and workers, and the public order of "cyclic".
             noise_multiplier: Standard deviation of the noise on the sum of gradients over
                 max_grad_norm.
-            max_grad_norm: Clip norm of the gradient of one record for all parameters together;
-                "auto" is just above the longest gradient of a known loss, so that no clip acts;
-                with clipping="per_layer" a list, one for each trainable parameter.
+            max_grad_norm: Clip norm of the gradient of one record; "auto" is just above the longest
+                gradient of a known loss; with clipping="per_layer" a list.
             **options: The following, and for Opacus batch_first, loss_reduction, noise_generator,
                 wrap_model, poisson_sampling, grad_sample_mode ("hooks", "functorch", "ew" or
                 "ghost"), clipping ("flat" or "per_layer").
 
-                batch_order: "poisson" (the default), "cyclic", "full", "shuffled_once",
-                "reshuffled", "balls_in_bins", "balls_in_bins_redrawn" or "without_replacement"; see
-                `BatchOrder`. All but "cyclic" and "full" are drawn here and have to stay secret.
-                `Batches` adds a seed, a cap, or a constant rate and divisor.
-                (poisson_sampling=False without it means what the loader does.)
+                batch_order: A `BatchOrder` in lower case, "poisson" by default, or `Batches` for a
+                seed, a cap, or a constant rate and divisor. Secret orders are drawn here.
 
                 criterion, feature_norm: A known loss of one linear head whose features have at most
-                this norm, everything before it frozen: the steps are then computed here, from the
-                formula of the loss. A module of torch.nn, or the function of torch.nn.functional
-                for it (with settings bound by functools.partial). Without feature_norm, where every
-                step counts: the loss that the loop computes, which is refused if it mixes the
-                records of the first batch.
+                this norm, everything before it frozen: the engine computes the steps itself.
+                criterion alone: a loss by composition, refused if it mixes records of the first
+                batch.
 
-                loss_geometry: A LossGeometry that you proved, of another loss. ("auto" is that of
-                criterion and feature_norm.)
+                loss_geometry: A LossGeometry that you proved, of another loss.
 
                 targets: Function that the loop applies to the last tensor of every batch for a
-                known loss; None if it only casts or reshapes it. It must not depend on the model.
+                known loss. It must not depend on the model.
 
-                loop_maps_records: True declares, for a hidden state or a mechanism, that what the
-                loop does to records before the model it does to every record by itself, whatever
-                the model is: no mixup, no mean or largest norm of the batch, no adversarial
-                examples, no hard-example mining. False compares, in every step, the tensors that go
-                into the model with those that the loader drew. (Pieces of BatchMemoryManager are
-                read a second time for it.) Of other losses than known ones True also declares that
-                of several passes before a step row i is made of record i alone, or of no record;
-                False refuses several passes.
+                loop_maps_records: True declares that the loop changes every record by itself before
+                the model, and that row i of several passes is made of record i alone, or of none.
+                False compares what goes into the model with the batch in every step.
 
-                schedule: Learning rates of the loop: a number, one number per logical step (not per
-                epoch) or a hidden_state_accountants.Schedule. A step with another one is refused.
-                None: that a schedule does not depend on the records is declared by you.
+                schedule: Learning rates of the loop: a number, one number per logical step, or a
+                hidden_state_accountants.Schedule. A step with another one is refused.
 
-                num_steps: Logical steps of the loop; more are refused. (Of DP-MBCD: whole epochs.)
-                None: that their number does not depend on the records is declared by you.
+                num_steps: Logical steps of the loop; more are refused.
 
-                after: Maps that follow every step; a list of a prox and a projection in this order,
-                or one of them. A hidden_state_accountants.Regulariser (l1, l2, group lasso, a box,
-                non-negative parameters), whose proximal map with the step's learning rate acts;
-                BallProjection(radius) of all parameters together, BoxProjection(low, high),
-                ParameterBallsProjection(radius). Your own function(list of tensors, step size), or
-                (function(list of tensors), diameter) of a projection, which change the tensors in
-                place; that they are nonexpansive is declared.
+                after: Maps that follow every step: a Regulariser, whose proximal map acts,
+                `BallProjection`, `BoxProjection`, `ParameterBallsProjection`, a function of your
+                own, or a list of a prox and a projection.
 
                 mechanism: DiceSGD(...), of which every iterate is released and the error stays
-                hidden (docs/papers/dice_sgd.md); BlockCoordinate(...), DP-MBCD, whose groups are
-                blocks that are updated in turn by `optimizer.step(closure)`
-                (docs/papers/block_coordinate.md; "cyclic", "full" batches). None: plain SGD, of
-                which only the last iterate is released, if an argument asks for a hidden state; any
-                optimizer, where every step counts, elsewhere.
+                hidden, or BlockCoordinate(...), whose blocks `optimizer.step(closure)` moves in
+                turn.
 
-                distributed: True if the processes of torch.distributed train one model together
-                (docs/distributed.md). None: they do if there are several, and the module is in
-                Opacus' DPDDP or torch's DistributedDataParallel. b is the batch size of all of
-                them together, and the loader has all records in each.
+                distributed: True if the processes of torch.distributed train one model together;
+                None reads it off Opacus' DPDDP or torch's DistributedDataParallel.
 
         Returns:
             The private model, optimizer and loader. Use these three and no others. With
@@ -253,8 +211,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         depends on it; another decay or a release changes epsilon, and `get_epsilon` tells.
 
         Args:
-            target_epsilon: Met from below.
-            target_delta: In (0, 1).
+            target_epsilon: Epsilon that is met from below.
+            target_delta: Delta of the target, in (0, 1).
             epochs: Passes over the private loader that will be trained. Must agree with num_steps
                 and schedule.
             epsilon_tolerance: Argument of Opacus, without effect.
@@ -275,15 +233,56 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         target = target_epsilon, target_delta, epochs
         return self._start(RunArguments.of(**arguments), target=target)
 
+    def _start(
+        self,
+        arguments: RunArguments,
+        noise_multiplier: float = 0.0,
+        target: tuple[float, float, int] | None = None,
+    ) -> tuple[Any, PrivateOptimizer, DataLoader]:
+        """Starts a run with this noise or for a target: in all processes, or in none."""
+        arguments, relation = _with_optimizer_class(arguments), self.accountant.neighboring_relation
+        group: ProcessGroup | None = None
+        agreed: Any = lambda prepare, _=None: prepare()  # noqa: E731
+        if is_shared(arguments):
+            self._group = group = self._group or ProcessGroup()
+            group.start_run(self._hear)
+            agreed = group.agreed
+
+        def prepare() -> tuple[DeclaredRun, float, list[AccountedRun]]:
+            declared, noise = DeclaredRun.of(arguments, relation, group), noise_multiplier
+            earlier = self.accountant.earlier_runs(declared.inner)
+            if target is not None:
+                if "schedule" not in declared.mechanism.refused:
+                    schedule = declared.schedule.at_rate_of(declared.optimizer)
+                    declared = attrs.evolve(declared, schedule=schedule)
+                noise = self._calibrate(declared, earlier, *target)
+            planned = declared.schedule.num_steps or 1
+            check_covered(declared.mechanism.event(declared, noise, planned), relation)
+            if self._run is not None:
+                self._run.check_ended()
+            return declared, float(noise), earlier
+
+        declared, noise, earlier = agreed(prepare, lambda found: fields_in_common(*found))
+        run = TrainingRun(declared, noise)
+        try:
+            made = agreed(lambda: self._make(run, noise))
+        except BaseException:
+            run.close("This run was never started.")
+            raise
+        self._take_over(run, earlier)
+        return made  # type: ignore[no-any-return]
+
     def _calibrate(
         self,
         declared: DeclaredRun,
         earlier: Sequence[AccountedRun],
-        target: tuple[float, float, int],
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
     ) -> float:
-        target_epsilon, target_delta, epochs = target
+        """Returns the noise that meets a target after all runs before."""
         steps, total = epochs * declared.plan.num_batches, declared.schedule.num_steps
-        if total is not None and total != steps:
+        if total not in (None, steps):
             raise ValueError(
                 f"Expected num_steps = {steps} ({epochs} epochs of {declared.plan.num_batches} "
                 f"batches), got {total} declared steps. Make epochs and num_steps (or the length "
@@ -300,78 +299,26 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             "start on a fresh engine with other records",
         )
 
-    def _join(self, arguments: RunArguments) -> ProcessGroup | None:
-        """Returns the processes that train the run together; None for one."""
-        if not is_shared(arguments):
-            return None
-        if self._group is None or not self._group.is_current:
-            self._group = ProcessGroup()
-        group = self._group
-        group.heard = self._hear
-        group.start_run()
-        return group
-
-    def _start(
-        self,
-        arguments: RunArguments,
-        noise_multiplier: float = 0.0,
-        target: tuple[float, float, int] | None = None,
-    ) -> tuple[Any, PrivateOptimizer, DataLoader]:
-        """Starts a run with this noise or for a target: in all processes, or in none."""
-        arguments = _with_optimizer_class(arguments)
-        group, relation = self._join(arguments), self.accountant.neighboring_relation
-        agreed: Any = (lambda prepare, _=None: prepare()) if group is None else group.agreed
-
-        def prepare() -> tuple[DeclaredRun, float, list[AccountedRun]]:
-            declared, noise = DeclaredRun.of(arguments, relation, group), noise_multiplier
-            if target is not None and "schedule" not in declared.mechanism.refused:
-                schedule = declared.schedule.at_rate_of(declared.optimizer)
-                declared = attrs.evolve(declared, schedule=schedule)
-            earlier = self.accountant.earlier_runs(declared.inner)
-            if target is not None:
-                noise = self._calibrate(declared, earlier, target)
-            planned = declared.schedule.num_steps or 1
-            check_covered(declared.mechanism.event(declared, noise, planned), relation)
-            return declared, float(noise), earlier
-
-        declared, noise, earlier = agreed(prepare, lambda found: fields_in_common(*found))
-        started: list[TrainingRun] = []
-        try:
-            made = agreed(lambda: self._make(declared, noise, started))
-        except BaseException:
-            for run in started:
-                run.close("This run was never started.")
-            raise
-        self._take_over(started[0], earlier)
-        return made  # type: ignore[no-any-return]
-
-    def _make(
-        self, declared: DeclaredRun, noise_multiplier: float, started: list[TrainingRun]
-    ) -> Any:
-        """Returns what `make_private` does; `started` holds the run once it has hooks."""
-        arguments, generator = declared.arguments, declared.arguments.noise_generator
-        if self.secure_mode and generator is not None:
-            raise ValueError("Expected no noise_generator in secure mode, got one.")
-        if self._run is not None:
-            self._run.check_ended()
-        run = TrainingRun(declared, noise_multiplier)
-        started.append(run)
+    def _make(self, run: TrainingRun, noise_multiplier: float) -> tuple[Any, ...]:
+        """Returns what `make_private` does."""
+        declared, arguments = run.declared, run.declared.arguments
         module = self._private_module(run)
-        loader, plan = arguments.data_loader, run.plan
+        run.modules = (arguments.module, declared.inner, module)
         optimizer = arguments.optimizer_class(
             declared.optimizer,
             run=run,
             noise_multiplier=noise_multiplier,
             max_grad_norm=arguments.clip_norm,
-            expected_batch_size=plan.batch_size,
+            expected_batch_size=declared.plan.batch_size,
             loss_reduction=arguments.loss_reduction,
-            generator=self.secure_rng if self.secure_mode else generator,
+            generator=self.secure_rng if self.secure_mode else arguments.noise_generator,
             secure_mode=self.secure_mode,
         )
-        loader = private_loader(loader, plan, run.cursor, batch_first=arguments.batch_first)
-        run.modules = (arguments.module, declared.inner, module)
-        norm = arguments.feature_norm
+        loader = private_loader(
+            arguments.data_loader, declared.plan, run.cursor, batch_first=arguments.batch_first
+        )
         if loader.rows is not None:
+            norm = arguments.feature_norm
             if norm is not None and declared.head is declared.inner:
                 warn_of_longest(loader.rows.norms(), norm)
             if loader.rows.are_equal():
@@ -404,36 +351,31 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
     def _take_over(self, run: TrainingRun, earlier: Sequence[AccountedRun]) -> None:
         """Accounts a run that started, after those behind its weights; the one before ends."""
-        was_refused = self._run is not None and bool(self._run.failure)
-        if self._run is not None:
-            self._run.close(
-                "This run ended when make_private was called again: its last iterate counts as "
-                "released then, and later steps would not be accounted. Use the optimizer that the "
-                "last make_private returned."
-            )
-        self._run, declared = run, run.declared
-        self.accountant.add_run(run.accounted, run.check_iterate, earlier)
-        self.accountant.take_over(run)
-        if run.optimizer.is_composed and declared.arguments.criterion is None:
+        before, self._run = self._run, run
+        if before is not None:
+            before.close(_AGAIN)
+        arguments, accounted = run.declared.arguments, run.accounted
+        self.accountant.add_run(run, earlier)
+        note_branch(accounted.id, run.record)
+        if run.optimizer.is_composed and arguments.criterion is None:
             _logger.warning(
                 "criterion= was not passed to make_private, so that you declare: %s. Pass it to "
                 "have it looked at.",
                 LOSS_OF_RECORDS,
             )
-        note_branch(run.id, run.record)
         if earlier:
             text = f"the initial weights come from {len(earlier)} private run(s) of other engines"
             _logger.warning("%s: epsilon is that of all of them together", text)
-            run.accounted.assume(Assumption.checked(f"{text}, which are composed"))
-        if declared.arguments.noise_generator is not None:
-            self.accountant.assume(GIVEN_NOISE.text)
-        if was_refused:
+            accounted.assume(Assumption.checked(f"{text}, which are composed"))
+        if arguments.noise_generator is not None:
+            accounted.assume(GIVEN_NOISE)
+        if before is not None and before.accounted.failure:
             self.accountant.assume(
                 "that the first step of an earlier attempt was refused does not depend on the "
                 "records"
             )
 
-    # 2. Questions about privacy, and what the engine is told about releases
+    # 2. Questions about privacy
 
     @property
     def privacy_event(self) -> dp_accounting.DpEvent:
@@ -461,14 +403,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     @property
     def assumptions(self) -> tuple[Assumption, ...]:
         """Everything that has to be true, each checked by the software, declared or public."""
-        proven, run = self.accountant.guarantee.assumptions, self._run
-        is_computed_here = run is not None and run.declared.head is not None
-        own = [
-            *([] if is_computed_here else [Assumption.declared(_NOT_SEEN)]),
-            Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS),
-        ]
-        own += [] if run is None else run.assumptions
-        return merge_assumptions([replace_assumptions(proven, *own)])
+        return self.guarantee.assumptions
 
     @property
     def guarantee(self) -> Guarantee:
@@ -477,7 +412,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         Raises:
             UnsupportedRunError: There is no epsilon; see `get_epsilon`.
         """
-        return attrs.evolve(self.accountant.guarantee, assumptions=self.assumptions)
+        guarantee, run = self.accountant.guarantee, self._run
+        own = [Assumption.public("batch size, hyper-parameters", Topic.HYPER_PARAMETERS)]
+        if run is None or run.declared.head is None:
+            own.insert(0, Assumption.declared(_NOT_SEEN))
+        own += [] if run is None else run.assumptions
+        listed = merge_assumptions([replace_assumptions(guarantee.assumptions, *own)])
+        return attrs.evolve(guarantee, assumptions=listed)
 
     def report(self, delta: float) -> str:
         """Returns a dozen lines: epsilon, theorem, releases that it covers, run, assumptions.
@@ -486,23 +427,22 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             ValueError: No step was taken.
             UnsupportedRunError: There is no epsilon; see `get_epsilon`.
         """
-        events = self._events()
-        guarantee = self.accountant.guarantee
+        events, guarantee = self._events(), self.guarantee
         self.accountant.warn_of_delta(delta)
         notes = {"update_rule": "any"}  # a checkpoint alone does not say
         if self._run is not None:
             optimizer = self._run.optimizer
             notes = {"update_rule": optimizer.update_rule, "update": optimizer.why_composition}
-        lines = [Statement(events, guarantee, self.assumptions, delta, **notes).lines()]
+        lines = [Statement(events, guarantee, guarantee.assumptions, delta, **notes).lines()]
         if len(events) == 1:
             lines += report_lines(events[0], guarantee.neighboring_relation, delta)
         return "\n".join(lines)
 
-    def compare(self, delta: float = 1e-5) -> Comparison:
+    def compare(self, delta: float = 1e-5) -> hsa.Comparison:
         """Compares all bounds, and dp-accounting's own accountants, on what happened.
 
         Args:
-            delta: In [0, 1].
+            delta: Where epsilon is read, in [0, 1].
 
         Returns:
             A table with the rows of each run; `print` it.
@@ -511,9 +451,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             ValueError: No step was taken.
             UnsupportedRunError: There is no epsilon; see `get_epsilon`.
         """
-        events = self._events()
-        _ = self.accountant.guarantee  # checks the iterate
-        return hsa.compare(events, delta, self.accountant.neighboring_relation)
+        events, relation = self._events(), self.guarantee.neighboring_relation
+        return hsa.compare(events, delta, relation)
 
     def would_gain(self, delta: float = 1e-5, *, epochs: int | None = None) -> hsa.Gain:
         """Tells whether hiding the iterates of the current run gains anything, before it is
@@ -535,44 +474,17 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """
         run = self._current()
         declared, optimizer = run.declared, run.optimizer
-        steps = epochs and epochs * declared.plan.num_batches
-        steps = steps or declared.schedule.num_steps
+        steps = (epochs or 0) * declared.plan.num_batches or declared.schedule.num_steps
         if steps:
             event = declared.mechanism.event(declared, float(optimizer.noise_multiplier), steps)
         elif run.num_steps:
             event = run.record.event()
         else:
-            raise ValueError(
-                "Expected epochs, got None: before the first step nothing says how long the run "
-                "is. Pass it here, or num_steps to make_private."
-            )
+            raise ValueError("Expected epochs, got None: nothing says how long the run is.")
         gain = hsa.would_gain(event, delta, self.accountant.neighboring_relation)
-        why = optimizer.why_composition
-        return attrs.evolve(gain, reason=why) if why else gain
+        return attrs.evolve(gain, reason=optimizer.why_composition or gain.reason)
 
-    # What was released or looked at, and what other processes are told of it
-
-    def _tell(self, kind: str, text: str) -> None:
-        """Notes something here, and at the next step in the other processes."""
-        run = self._current()
-        self._hear((kind, text))
-        if run.declared.group is not None:
-            run.declared.group.tell(kind, text)
-
-    def _hear(self, news: News) -> None:
-        """Applies an event that this or another process was told since the step before."""
-        kind, text = news
-        if kind == "release":
-            self._current().record.release()
-        elif kind == "assume":
-            self.accountant.assume(text)
-        else:
-            self.accountant.refuse(text)
-
-    def _current(self) -> TrainingRun:
-        if self._run is None:
-            raise UnsupportedRunError("Expected a run, got none. Call make_private first.")
-        return self._run
+    # 3. What was released or looked at
 
     def release(self) -> None:
         """Marks the current iterate as released; call it for every model that anybody sees.
@@ -614,9 +526,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             self._tell(
                 "refuse",
                 f"Something computed from the model and the private records was looked at after "
-                f"step {run.num_steps}, and no theorem here covers it. Add "
-                "noise to it and account it yourself, evaluate on public data (engine.release()), "
-                "or use evaluate_on_private_data(stays_private=True) if it stays with you.",
+                f"step {run.num_steps}, and no theorem here covers it. Evaluate on public data "
+                "(engine.release()), or declare stays_private=True if nobody sees it.",
             )
         modules = [module for module in run.modules if isinstance(module, nn.Module)]
         modes = [(part, part.training) for module in modules for part in module.modules()]
@@ -629,7 +540,28 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             for part, mode in modes:
                 part.training = mode
 
-    # 3. Checkpoints that hold what a run needs to go on, and are compared before they are loaded
+    def _current(self) -> TrainingRun:
+        if self._run is None:
+            raise UnsupportedRunError("Expected a run, got none. Call make_private first.")
+        return self._run
+
+    def _tell(self, kind: str, text: str) -> None:
+        """Notes something here, and at the next step in the other processes."""
+        group = self._current().declared.group
+        self._hear(kind, text)
+        if group is not None:
+            group.tell(kind, text)
+
+    def _hear(self, kind: str, text: str) -> None:
+        """Applies an event that this or another process was told since the step before."""
+        if kind == "release":
+            self._current().record.release()
+        elif kind == "assume":
+            self.accountant.assume(text)
+        else:
+            self.accountant.refuse(text)
+
+    # 4. Checkpoints that hold what a run needs to go on, and are compared before they are loaded
 
     def save_checkpoint(
         self,
@@ -648,16 +580,16 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         Of several processes the first one writes the file; it may be called there only.
 
         Args:
-            path: Where to.
-            module: The private model (the default).
-            optimizer: The private optimizer (the default).
+            path: File to write.
+            module: Private model (the default).
+            optimizer: Private optimizer (the default).
             stays_private: False counts the checkpoint as a release of the current iterate. True
                 says that nobody else ever sees the file, which becomes a listed assumption.
             include_private_state: True stores the secret order of the records, without which
                 "shuffled_once" never and "reshuffled" not in the middle of an epoch can go on; and
                 the error of a DiceSGD run, which cannot go on without it. Needs stays_private=True.
-            lr_scheduler: A learning-rate scheduler to store.
-            checkpoint_dict: Your own entries; not changed.
+            lr_scheduler: Learning-rate scheduler to store.
+            checkpoint_dict: Entries of your own; not changed.
             **kwargs: noise_scheduler, grad_clip_scheduler, module_state_dict_kwargs,
                 torch_save_kwargs: as for Opacus.
 
@@ -677,15 +609,15 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             self._check_module(module)
             if stays_private:
                 run.check_iterate()
-                self._tell("assume", _PRIVATE_CHECKPOINTS)
+                text = "checkpoints that were saved with stays_private=True are shown to nobody"
+                self._tell("assume", text)
             else:
                 self.release()
                 if run.num_steps and run.optimizer.hides_iterates:
                     _logger.warning(
-                        "The checkpoint after step %d counts as a release. If this was the last "
-                        "step, that costs nothing; if the run goes on, its epsilon grows, because "
-                        "it covers this model and the last one. stays_private=True avoids it for a "
-                        "file that nobody else sees.",
+                        "The checkpoint after step %d counts as a release: if the run goes on, its "
+                        "epsilon grows. stays_private=True avoids it for a file that nobody else "
+                        "sees.",
                         run.num_steps,
                     )
             module, optimizer = module or run.modules[-1], optimizer or run.optimizer
@@ -718,12 +650,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         the same checkpoint.
 
         Args:
-            path: Where from. Read with weights_only=True.
-            module: The private model (the default).
-            optimizer: The private optimizer (the default).
+            path: File to read, with weights_only=True.
+            module: Private model (the default).
+            optimizer: Private optimizer (the default).
             noise_scheduler: Opacus' scheduler to restore.
             grad_clip_scheduler: Opacus' scheduler to restore.
-            lr_scheduler: A learning-rate scheduler to restore.
+            lr_scheduler: Learning-rate scheduler to restore.
             discard_later_steps: True declares that nothing computed by steps after the checkpoint
                 was shown to anybody. Needed where this process took such steps; never enough where
                 it released one of them.
@@ -738,9 +670,10 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             UnsupportedRunError: `module` is not that of the current run, or the secret order that
                 the run needs was not stored.
         """
-        run, options = self._run, {"weights_only": True, **(torch_load_kwargs or {})}
+        run, group = self._run, None if self._run is None else self._run.declared.group
+        self._check_module(module)
         if run is not None:
-            optimizer = optimizer or run.optimizer
+            module, optimizer = module or run.modules[-1], optimizer or run.optimizer
         stateful = {
             "optimizer": optimizer,
             "noise_scheduler": noise_scheduler,
@@ -749,14 +682,16 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         }
 
         def load() -> dict[str, Any]:
-            self._check_module(module)
+            options = {"weights_only": True, **(torch_load_kwargs or {})}
             checkpoint: dict[str, Any] = torch.load(path, **options)
-            self._check_checkpoint(checkpoint, discard_later_steps)
+            if run is not None:
+                run.check_state(checkpoint, discard_later_steps)
+            elif SECTION in checkpoint:
+                check_later_steps(checkpoint[SECTION], discard_later_steps)
             if run is not None:
                 run.load_private_state(checkpoint[SECTION])
             self.accountant.load_state_dict(checkpoint["privacy_accountant_state_dict"])
-            loaded = module or run.modules[-1]  # type: ignore[union-attr]
-            loaded.load_state_dict(
+            module.load_state_dict(
                 checkpoint["module_state_dict"], **(module_load_dict_kwargs or {})
             )
             for name, target in stateful.items():
@@ -771,26 +706,13 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 self.accountant.assume("the run goes on from a checkpoint in one place only")
             return checkpoint
 
-        if run is None or run.declared.group is None:
+        if run is None or group is None:
             return load()
         try:
-            return run.declared.group.agreed(load, lambda _: fields_after_loading(run))
+            return group.agreed(load, lambda _: fields_after_loading(run))
         except BaseException as error:
             run.close(f"The processes did not load one checkpoint: {error}")
             raise
-
-    def _check_checkpoint(self, checkpoint: dict[str, Any], discard_later_steps: bool) -> None:
-        """Raises ValueError or UnsupportedRunError if the run cannot go on from a checkpoint."""
-        if len(self.accountant):
-            raise ValueError(
-                f"Expected to load into a run without steps, got one with {len(self.accountant)}: "
-                "spent budget is never forgotten. Call make_private on a fresh engine and a model "
-                "that no private run has trained, then load."
-            )
-        if self._run is not None:
-            self._run.check_state(checkpoint, discard_later_steps)
-        elif SECTION in checkpoint:
-            check_later_steps(checkpoint[SECTION], discard_later_steps)
 
     def _check_module(self, module: Any) -> None:
         run = self._run
@@ -805,17 +727,15 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 def _with_optimizer_class(arguments: RunArguments) -> RunArguments:
     """Returns the arguments with the private optimizer and options of the mechanism."""
     mechanism, made = arguments.mechanism, arguments.optimizer_class
-    if mechanism is not None:
-        if not isinstance(mechanism, MechanismOptions):
-            raise TypeError(
-                "Expected mechanism to be DiceSGD(...), BlockCoordinate(...) or None, got "
-                f"{mechanism!r}."
-            )
-        if made is not None:
-            raise TypeError("Expected mechanism or optimizer_class, got both.")
+    if isinstance(mechanism, MechanismOptions):
         optimizer = arguments.optimizer
         made = mechanism.optimizer_class(getattr(optimizer, "original_optimizer", optimizer))
-    if made is None:
+    elif mechanism is not None:
+        raise TypeError(
+            "Expected mechanism to be DiceSGD(...), BlockCoordinate(...) or None, got "
+            f"{mechanism!r}."
+        )
+    elif made is None:
         is_hidden = arguments.asks_for_hidden_iterates
         made = HiddenStateOptimizer if is_hidden else ComposedOptimizer
     is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ SECURE_NOISE = Assumption.declared(
     "secure_mode: its generator reads the operating system's cryptographic source"
 )
 
-_KNOWN = ("cpu", "cuda")  # types of devices whose state can be drawn in full
 _WORDS = 624  # of a Mersenne Twister
 _PLACE = slice(24, 24 + 8 * _WORDS)  # of the words in the bytes of torch's state
 
@@ -43,7 +41,7 @@ class OwnGenerator(torch.Generator):
     """
 
     def __init__(self, device: torch.device):
-        if self.device.type not in _KNOWN:
+        if self.device.type not in ("cpu", "cuda"):
             super().manual_seed(secrets.randbits(64))
             return
         state = super().get_state()
@@ -58,8 +56,7 @@ class OwnGenerator(torch.Generator):
     def _refuse(self, *args: Any) -> Any:
         raise UnsupportedRunError(
             "The noise generator of a run cannot be seeded, read, copied or pickled: noise that is "
-            "known or repeated protects nobody. Seed the rest of the program as you like; for "
-            "noise of your own pass noise_generator=."
+            "known or repeated protects nobody. For noise of your own pass noise_generator=."
         )
 
     manual_seed = seed = get_state = set_state = clone_state = _refuse
@@ -74,56 +71,3 @@ def whose_noise(optimizer: DPOptimizer) -> Assumption:
     if optimizer.generator is None:
         return DEFAULT_NOISE
     return SECURE_NOISE if optimizer.secure_mode else GIVEN_NOISE
-
-
-def check_noise_source(
-    params: Iterable[torch.Tensor], generator: Any, *, is_secure: bool = False
-) -> None:
-    """Checks, before a run starts, that its noise can be drawn.
-
-    Args:
-        params: Trainable parameters.
-        generator: Generator of the user, or None.
-        is_secure: True for the generator of torchcsprng, which serves all devices.
-
-    Raises:
-        TypeError: `generator` is no torch.Generator.
-        ValueError: It is on another device than the parameters.
-        UnsupportedRunError: The parameters are where no noise can be drawn.
-    """
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            "Expected noise_generator to be a torch.Generator or None, got "
-            f"{type(generator).__name__}."
-        )
-    devices = list(dict.fromkeys(p.device for p in params))
-    if len(devices) > 1:
-        raise UnsupportedRunError(
-            f"Expected all trainable parameters on one device, got {devices}: one generator draws "
-            "the noise of a run. Move the model before make_private."
-        )
-    for device in devices:
-        if device.type not in _KNOWN and not _makes_generators(device):
-            raise UnsupportedRunError(
-                f"Expected parameters where torch draws random numbers, got {device}: private "
-                "noise is not supported there. Move the model before make_private, with "
-                'model.to("cpu").'
-            )
-        if generator is not None and not is_secure and not _serves(generator.device, device):
-            raise ValueError(
-                f"Expected a noise_generator on {device}, where the parameters are, got one on "
-                f"{generator.device}. Leave it out, or make it with torch.Generator({str(device)!r}"
-                ")."
-            )
-
-
-def _makes_generators(device: torch.device) -> bool:
-    try:
-        torch.Generator(device)
-    except (RuntimeError, NotImplementedError, AssertionError):  # each backend has its own
-        return False
-    return True
-
-
-def _serves(own: torch.device, device: torch.device) -> bool:
-    return own.type == device.type and own.index in (None, device.index)

@@ -12,15 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from hidden_state_accountants import (
-    BatchOrder,
-    LossGeometry,
-    UnsupportedRunError,
-    validate,
-)
+from hidden_state_accountants import LossGeometry, UnsupportedRunError, validate
 from hidden_state_adapters.opacus.order import Batches, default_order
 from hidden_state_adapters.opacus.step_maps import StepMap, maps_after
-from hidden_state_adapters.opacus.update_rules import WHY_NOT_ADAPTIVE, refuse_per_layer
 
 _OF_HIDDEN_ITERATES = ("loss_geometry", "feature_norm", "after", "schedule")
 
@@ -66,27 +60,8 @@ class RunArguments:
 
     @classmethod
     def of(cls, **given: Any) -> RunArguments:
-        """Reads the keyword arguments of a call; None is as good as none.
-
-        Raises:
-            TypeError: One is missing or unknown.
-            UnsupportedRunError: The clip follows the records, or there are several optimizers.
-        """
+        """Reads the keyword arguments of a call; None is as good as none."""
         own = {name: value for name, value in given.items() if value is not None}
-        if own.get("clipping") == "adaptive":
-            raise UnsupportedRunError(
-                f'Expected clipping = "flat" or "per_layer", got "adaptive": {WHY_NOT_ADAPTIVE}. '
-                "Use one fixed clip norm, or Opacus' schedulers of it, which look at no record."
-            )
-        unknown = sorted(own.keys() - {field.name for field in attrs.fields(cls)})
-        if unknown:
-            raise TypeError(f"Unknown argument of make_private: {', '.join(unknown)}.")
-        if isinstance(own.get("optimizer"), list | tuple):
-            raise UnsupportedRunError(
-                f"Expected one optimizer, got {len(own['optimizer'])}: a step is one noisy sum of "
-                "the gradients of all parameters. Pass one optimizer with a parameter group for "
-                "each of them."
-            )
         if "batch_order" not in own:
             sampling = own.get("poisson_sampling")
             own["batch_order"] = default_order(own.get("data_loader"), sampling)
@@ -98,11 +73,7 @@ class RunArguments:
         return cls(**own)
 
     def with_clip_norm(self, loss: LossGeometry | None) -> RunArguments:
-        """Returns the arguments with the clip norm that max_grad_norm="auto" stands for.
-
-        Raises:
-            ValueError: Nothing is known of the gradients; or it is another word.
-        """
+        """Returns the arguments with the clip norm that max_grad_norm="auto" stands for."""
         if not isinstance(self.max_grad_norm, str):
             return self
         if self.max_grad_norm != "auto" or loss is None or loss.lipschitz is None:
@@ -144,67 +115,20 @@ class RunArguments:
             TypeError, ValueError: One has an impossible value.
             UnsupportedRunError: The run could not be checked or accounted.
         """
-        mechanism, name = self.optimizer_class, self.optimizer_class.__name__
+        mechanism = self.optimizer_class
         for argument, reason in mechanism.refused.items():
             value = getattr(self, argument)
             if value is not None:
                 raise UnsupportedRunError(
-                    f"Expected {argument} = None with {name}, got {value!r}: {reason}. Leave it "
-                    "out."
+                    f"Expected {argument} = None with {mechanism.__name__}, got {value!r}: "
+                    f"{reason}. Leave it out."
                 )
-        order, sampling = self.batch_order.order, self.poisson_sampling
-        if sampling is not None and sampling != (order is BatchOrder.POISSON):
-            raise UnsupportedRunError(
-                f"Expected poisson_sampling = {order is BatchOrder.POISSON} with "
-                f'batch_order="{order.value}", got {sampling!r}. Leave it out: batch_order '
-                "says how the records are dealt."
-            )
-        if self.clips_per_layer and mechanism.takes_per_layer:
-            self._check_clip_norms()
-        elif self.clipping != "flat":
-            raise UnsupportedRunError(
-                f'Expected clipping = "flat", got {self.clipping!r}: the theorems need one fixed '
-                'clip of the whole gradient of a record. Leave it out. ("per_layer" is accounted '
-                "by composition, without what asks for a hidden state: "
-                f"{', '.join(_OF_HIDDEN_ITERATES)}, mechanism.)"
-            )
-        else:
-            refuse_per_layer(max_grad_norm=self.max_grad_norm)
-        self._check_opacus_arguments()
-
-    def _check_clip_norms(self) -> None:
-        norms = self.max_grad_norm
-        if not isinstance(norms, list | tuple):
-            raise TypeError(
-                'Expected a list of clip norms as max_grad_norm with clipping="per_layer", got '
-                f"{norms!r}. Give one number for each trainable parameter, in their order."
-            )
-        for norm in norms:
-            validate.magnitude("max_grad_norm", norm, positive=True)
-        groups = self.optimizer.param_groups
-        count = sum(p.requires_grad for group in groups for p in group["params"])
-        if len(norms) != count:
-            raise ValueError(
-                f"Expected {count} clip norms in max_grad_norm, one for each trainable parameter "
-                f"of the optimizer, got {len(norms)}."
-            )
-        if self.is_ghost:
-            raise UnsupportedRunError(
-                'Expected clipping = "flat" with grad_sample_mode="ghost", got "per_layer", as in '
-                'Opacus. Use grad_sample_mode="hooks".'
-            )
-
-    def _check_opacus_arguments(self) -> None:
+        self._check_clip(mechanism.takes_per_layer)
         if self.rand_on_empty:
             raise UnsupportedRunError(
-                "Expected rand_on_empty = False, got True: it puts a made-up record into an empty "
-                "batch. With one record less a batch is empty, and the sum has the gradient that "
-                "is made up instead of the record's: it moves by two clip norms, and the noise is "
-                "for one. Leave it out: empty batches work."
-            )
-        if self.loss_reduction not in ("mean", "sum"):
-            raise ValueError(
-                f"Expected loss_reduction = 'mean' or 'sum', got {self.loss_reduction!r}."
+                "Expected rand_on_empty = False, got True: a made-up record in an empty batch "
+                "moves the sum by two clip norms, and the noise is for one. Leave it out: empty "
+                "batches work."
             )
         if self.criterion is not None and not callable(self.criterion):
             raise TypeError(
@@ -216,10 +140,37 @@ class RunArguments:
             raise UnsupportedRunError(
                 'Expected grad_sample_mode = "hooks", "functorch", "ew" or "ghost", got '
                 f"{mode!r}: nothing computes the per-example gradients of the model there. Use "
-                '"functorch", which takes any layer, or "hooks".'
+                '"functorch", which takes any layer.'
             )
-        if mode == "ghost" and not self.wrap_model:
+        if self.is_ghost and (self.clips_per_layer or not self.wrap_model):
             raise UnsupportedRunError(
-                'Expected wrap_model = True with grad_sample_mode="ghost", got False: only the '
-                "wrapper keeps what the sums follow from. Leave it out."
+                'Expected clipping = "flat" and wrap_model = True with grad_sample_mode="ghost", '
+                f"got {self.clipping!r} and {self.wrap_model}, as in Opacus. Use "
+                'grad_sample_mode="hooks".'
             )
+
+    def _check_clip(self, takes_per_layer: bool) -> None:
+        if self.clipping == "adaptive":
+            raise UnsupportedRunError(
+                'Expected clipping = "flat" or "per_layer", got "adaptive": it also publishes how '
+                "many gradients were not clipped, which noise_multiplier does not pay for. Use one "
+                "fixed clip norm, or Opacus' schedulers of it."
+            )
+        norms, is_list = self.max_grad_norm, isinstance(self.max_grad_norm, list | tuple)
+        if not (self.clips_per_layer and takes_per_layer):
+            if self.clipping != "flat" or is_list:
+                raise UnsupportedRunError(
+                    'Expected clipping = "flat" and one max_grad_norm, got '
+                    f"{self.clipping!r} and {norms!r}: the bound needs one fixed clip of the whole "
+                    'gradient of a record. ("per_layer" is accounted by composition.)'
+                )
+            return
+        groups = self.optimizer.param_groups
+        count = sum(p.requires_grad for group in groups for p in group["params"])
+        if not is_list or len(norms) != count:  # type: ignore[arg-type]
+            raise ValueError(
+                f"Expected max_grad_norm to be a list of {count} clip norms, one for each "
+                f'trainable parameter, with clipping="per_layer", got {norms!r}.'
+            )
+        for norm in norms:  # type: ignore[union-attr]
+            validate.magnitude("max_grad_norm", norm, positive=True)

@@ -27,7 +27,7 @@ from hidden_state_adapters.opacus.gradients import (
     Piece,
     opacus_clip_factors,
 )
-from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
+from hidden_state_adapters.opacus.noise import OwnGenerator
 from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.processes import AgreedError, Totals
 from hidden_state_adapters.opacus.run import TrainingRun
@@ -116,7 +116,6 @@ class PrivateOptimizer(DPOptimizer):
                 "deals its batches. Pass mechanism= there."
             )
         params = run.passes.params
-        check_noise_source(params, generator, is_secure=kwargs.get("secure_mode", False))
         generator = OwnGenerator(params[0].device) if generator is None else generator
         super().__init__(optimizer, generator=generator, **kwargs)
         self.run, self.declared, self.group = run, run.declared, run.declared.group
@@ -175,7 +174,7 @@ class PrivateOptimizer(DPOptimizer):
                 f"{run.accounted.failure}"
             )
         try:
-            if not run.num_steps % run.plan.num_batches:  # it asks the disk
+            if not run.num_steps % self.declared.plan.num_batches:  # it asks the disk
                 refuse_in_budget("run of HiddenStatePrivacyEngine")
             self._schedule.admit(run.num_steps + 1)
             if closure is None and count > 1:
@@ -201,7 +200,7 @@ class PrivateOptimizer(DPOptimizer):
     def _end(self, error: BaseException) -> None:
         when = f"step {self.num_steps + 1} was interrupted while it changed the parameters: "
         text = str(error) or type(error).__name__
-        self.run.failure = f"{when if self._is_moving else ''}{text}"
+        self.run.accounted.failure = f"{when if self._is_moving else ''}{text}"
 
     def _use_gradients(self, block: int, params: Sequence[nn.Parameter]) -> bool:
         """Adds up the gradients at hand, and noise if they are the last ones of their batch.

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar
 
 import attrs
@@ -24,9 +22,6 @@ WRAPPERS = (DifferentiallyPrivateDistributedDataParallel, DistributedDataParalle
 _T = TypeVar("_T")
 _SECRET_BYTES = 32
 
-News = tuple[str, str]
-"""An event that one process was told of: a kind and a text."""
-
 
 class AgreedError(UnsupportedRunError):
     """An error that ended a step in all processes, with the same text; nobody has to be told."""
@@ -42,14 +37,15 @@ class Totals(NamedTuple):
         return "Totals"  # no text shows how large a batch was
 
 
-class _Vote(NamedTuple):
+@attrs.frozen
+class _Vote:
     """The part of one process in the vote of a step, which the run may not allow at all."""
 
     settings: str = ""
     totals: Totals = Totals(0, 0.0)
     refusal: str = ""
     is_admitted: bool = True
-    news: tuple[News, ...] = ()
+    news: tuple[tuple[str, str], ...] = ()
 
 
 class ProcessGroup:
@@ -58,34 +54,28 @@ class ProcessGroup:
     Every logical step has one vote, on the host: each process says whether its checks let the step
     pass, with which settings, and what it was told since the step before. One that refuses ends the
     run in all of them, with the same text. Then sums are added up. Both have process groups of
-    their own, between which the loop cannot get. A process that ended, or does not answer within
-    the timeout of `torch.distributed.init_process_group`, is an error in all others.
+    their own, between which the loop cannot get.
 
     Attributes:
         rank: Number of this process.
         size: Number of processes.
         share: Part of every batch that this process uses.
-        heard: Function that is called with the news of another process.
+        hear: Function that is called with the news of all processes, a kind and a text each.
         secret: Random bytes that process 0 drew from the operating system for the run at hand.
         run_id: Name of the run.
     """
 
-    secret, run_id = b"", ""
-
     def __init__(self) -> None:
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self.share = Share(self.rank, self.size)
-        self._whole = distributed.group.WORLD
-        patience = _patience()
-        self._talk = distributed.new_group(backend="gloo", timeout=patience)
-        self._sums = distributed.new_group(timeout=patience)
-        self.heard: Callable[[News], None] = lambda news: None
-        self._news: list[News] = []
+        self._talk, self._sums = distributed.new_group(backend="gloo"), distributed.new_group()
 
-    @property
-    def is_current(self) -> bool:
-        """True if it belongs to the default process group that there is now."""
-        return _is_initialized() and distributed.group.WORLD is self._whole
+    def start_run(self, hear: Callable[[str, str], None]) -> None:
+        """Takes the secret and the name of a run from process 0."""
+        drawn = secrets.token_bytes(_SECRET_BYTES), secrets.token_hex(16)
+        self.secret, self.run_id = self._gathered(drawn)[0]
+        self.hear = hear
+        self._news: list[tuple[str, str]] = []
 
     @property
     def draws_noise(self) -> bool:
@@ -106,31 +96,22 @@ class ProcessGroup:
             ),
         )
 
-    def start_run(self) -> None:
-        """Takes the secret and the name of a run from process 0; no news of an earlier one stay."""
-        drawn = secrets.token_bytes(_SECRET_BYTES), secrets.token_hex(16)
-        self.secret, self.run_id = self._exchanged(drawn)[0]
-        self._news = []
-
     def agreed(
         self, prepare: Callable[[], _T], fields: Callable[[_T], Mapping[str, Any]] | None = None
     ) -> _T:
         """Returns what `prepare` returns, if it raises nowhere and its `fields` are equal in all.
 
-        Fields are plain values by name. A value that is not for the eye is a `Digest`.
-
         Raises:
             UnsupportedRunError: `prepare` raised in another process, or a field differs.
         """
         made: Any = None
-        problem: Exception | None = None
-        described: dict[str, Any] = {}
+        problem, described = None, {}
         try:
             made = prepare()
             described = {} if fields is None else dict(fields(made))
         except Exception as error:  # whatever it may be, nobody may wait for this process
             problem = error
-        told = self._exchanged((None if problem is None else str(problem), described))
+        told = self._gathered((None if problem is None else str(problem), described))
         if problem is not None:
             raise problem
         first = told[0][1]
@@ -141,25 +122,25 @@ class ProcessGroup:
                 if first.get(name) != others.get(name):
                     raise UnsupportedRunError(
                         f"Expected the same {name} in all processes, got {first.get(name)!r} in "
-                        f"process 0 and {others.get(name)!r} in process {rank}: one run has one "
-                        "program. Start the same script with the same arguments, data, seed of "
-                        "the initial model and versions everywhere."
+                        f"process 0 and {others.get(name)!r} in process {rank}. Start one script "
+                        "with the same arguments, data, initial model and versions everywhere."
                     )
         return made  # type: ignore[no-any-return]
 
     def tell(self, kind: str, text: str) -> None:
         """Tells the others at the next step of an event here (a release, an assumption)."""
-        if (kind, text) not in self._news:
-            self._news.append((kind, text))
+        self._news.append((kind, text))
 
     def agree(self, settings: str, rows: int, largest_norm: float) -> Totals:
-        """Votes for a step; `settings` are all that has to be the same, in words.
+        """Votes for a step, and returns the figures of the whole batch.
 
-        Returns:
-            Figures of the whole batch.
+        Args:
+            settings: All that has to be the same in all processes, in words.
+            rows: Number of records here.
+            largest_norm: Largest norm of their gradients.
 
         Raises:
-            AgreedError: Another process refuses, steps with other settings, or does not answer.
+            AgreedError: Another process refuses, or steps with other settings.
         """
         votes = self._vote(_Vote(settings, Totals(rows, largest_norm)))
         for rank, vote in enumerate(votes):
@@ -179,27 +160,29 @@ class ProcessGroup:
             AgreedError: Not all processes found, before they looked at a gradient, that there is no
                 step; with a text that is the same in all of them.
         """
-        try:
-            self._vote(_Vote(refusal=text, is_admitted=is_admitted))
-        except _LostError as lost:
-            raise AgreedError(f"{text} (Not all of the others could be told. {lost})") from None
+        self._vote(_Vote(refusal=text, is_admitted=is_admitted))
 
     def _vote(self, own: _Vote) -> list[_Vote]:
         """Returns the votes of all; raises AgreedError if one refuses, but for all alike."""
-        votes = self._exchanged(own._replace(news=tuple(self._news)))
-        told, self._news = self._news, []
-        for news in dict.fromkeys(news for vote in votes for news in vote.news):
-            if news not in told:
-                self.heard(news)
+        try:
+            votes = self._gathered(attrs.evolve(own, news=tuple(self._news)))
+        except RuntimeError as error:
+            raise AgreedError(
+                f"Another process of the run ended or did not answer in time: {error}"
+            ) from error
+        for kind, text in dict.fromkeys(news for vote in votes for news in vote.news):
+            if (kind, text) not in self._news:
+                self.hear(kind, text)
+        self._news.clear()
         for rank, vote in enumerate(votes):
             if vote.refusal and any(other.is_admitted for other in votes):
                 raise AgreedError(f"Process {rank} of {self.size} refused: {vote.refusal}")
         return votes
 
-    def _exchanged(self, value: Any) -> list[Any]:
+    def _gathered(self, value: Any) -> list[Any]:
         """Returns the values of all processes, in their order."""
         found: list[Any] = [None] * self.size
-        _answered(distributed.all_gather_object, found, value, group=self._talk)
+        distributed.all_gather_object(found, value, group=self._talk)
         return found
 
     @torch.no_grad()
@@ -208,7 +191,7 @@ class ProcessGroup:
         for kind in dict.fromkeys((tensor.device, tensor.dtype) for tensor in tensors):
             parts = [tensor for tensor in tensors if (tensor.device, tensor.dtype) == kind]
             together = torch.cat([part.reshape(-1) for part in parts])
-            _answered(distributed.all_reduce, together, group=self._sums)
+            distributed.all_reduce(together, group=self._sums)
             sums = together.split([part.numel() for part in parts])
             for part, total in zip(parts, sums, strict=True):
                 part.copy_(total.view_as(part))
@@ -235,7 +218,8 @@ class Digest:
 
 def num_processes(optimizer: Any = None) -> int:
     """Returns the number of processes, as far as torch or a distributed optimizer says."""
-    count = distributed.get_world_size() if _is_initialized() else 1
+    is_initialized = distributed.is_available() and distributed.is_initialized()
+    count = distributed.get_world_size() if is_initialized else 1
     return max(count, getattr(optimizer, "world_size", 1))
 
 
@@ -245,71 +229,24 @@ def trains_together(module: nn.Module, distributed: bool | None) -> bool:
     Raises:
         UnsupportedRunError: They cannot, or nobody said whether they do.
     """
-    _refuse_shards(module)
-    count, is_wrapped = num_processes(), isinstance(module, WRAPPERS)
-    if distributed and not _is_initialized():
-        raise UnsupportedRunError(
-            "Expected torch.distributed.init_process_group before make_private with "
-            "distributed=True, got no process group. Start the script with torchrun, and call it "
-            "first."
-        )
-    if count == 1:
-        return False
-    if distributed is False or not (is_wrapped or distributed):
-        raise UnsupportedRunError(
-            f"Expected a model in Opacus' DPDDP (or distributed=True), got distributed = "
-            f"{distributed} and {type(module).__name__} in a group of {count} processes: whether "
-            "they train one model together or one each, on the same records, would be two "
-            "different guarantees. Wrap it: "
-            "opacus.distributed.DifferentiallyPrivateDistributedDataParallel(model). Models of "
-            "their own train in processes without a common group."
-        )
-    return True
-
-
-def _refuse_shards(module: nn.Module) -> None:
-    kind = type(module).__name__
+    kind, count = type(module).__name__, num_processes()
     if "FSDP" in kind:
         raise UnsupportedRunError(
-            f"Expected whole parameters in every process, got {kind}: FSDP leaves each process a "
-            "shard of them, so that nobody sees the parameters that the steps are compared with, "
-            "nor the whole gradient of a record that a clip is about; and Opacus clips sharded "
-            "models by a second backward pass, whose sum holds more than its norms know. Use "
-            "Opacus' DPDDP, with BatchMemoryManager or ghost clipping where memory is short."
+            f"Expected whole parameters in every process, got {kind}: a shard shows neither the "
+            "parameters nor the whole gradient of a record. Use Opacus' DPDDP, with "
+            "BatchMemoryManager or ghost clipping where memory is short."
         )
-    if isinstance(module, nn.DataParallel):
+    if count == 1:
+        if distributed and not torch.distributed.is_initialized():
+            raise UnsupportedRunError(
+                "Expected torch.distributed.init_process_group before make_private with "
+                "distributed=True, got no process group. Start the script with torchrun."
+            )
+        return False
+    if distributed is False or not (isinstance(module, WRAPPERS) or distributed):
         raise UnsupportedRunError(
-            "Expected one process for each device, got nn.DataParallel, whose copies of the model "
-            "leave their per-example gradients where no step finds them. Start one process for "
-            "each device, with Opacus' DPDDP."
+            f"Expected a model in Opacus' DPDDP (or distributed=True), got distributed = "
+            f"{distributed} and {kind} in a group of {count} processes: one model together or one "
+            "each would be two different guarantees. Wrap it."
         )
-
-
-def _is_initialized() -> bool:
-    return distributed.is_available() and distributed.is_initialized()
-
-
-class _LostError(AgreedError):
-    """A process of the run is gone."""
-
-
-def _answered(function: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Calls a function of torch.distributed; raises _LostError if a process does not answer."""
-    try:
-        function(*args, **options)
-    except RuntimeError as error:
-        raise _LostError(
-            "Another process of the run ended or did not answer in time, so the run ends here, "
-            "too. (The timeout is that of torch.distributed.init_process_group.) Look at the "
-            f"output of the others; torch.distributed says: {error}"
-        ) from error
-
-
-def _patience() -> timedelta | None:
-    """Returns the timeout of the default process group; None, torch's own, where it has none."""
-    whole: Any = distributed.group.WORLD
-    for device in ("cpu", "cuda"):
-        with contextlib.suppress(AttributeError, RuntimeError):
-            found = whole._get_backend(torch.device(device)).options._timeout
-            return found if isinstance(found, timedelta) else None
-    return None
+    return True

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
@@ -22,8 +23,7 @@ PastRun = dict[str, Any]
 """A run as plain types: `AccountedRun.state_dict`, and why no epsilon covers it or "" (refused)."""
 
 _BEHIND = "_hidden_state_runs"  # attribute of the modules whose parameters are trained
-_branches: dict[str, list[Run]] = {}
-"""The records of this process, by run: a run that was resumed has several."""
+_branches: dict[str, list[Run]] = {}  # of this process, by run: one that was resumed has several
 _trained: Any = WeakIdKeyDictionary()  # parameter -> Lineage
 
 
@@ -32,10 +32,10 @@ class AccountedRun:
     """The part of a run that its accountant keeps, however it is trained.
 
     Attributes:
-        recorder: The record of the steps.
+        recorder: Record of the steps.
         assumptions: Assumptions beside those of the bound.
         schedule: Declared rates and number of steps.
-        id: The name of the run, the same wherever it goes on.
+        id: Name of the run, the same wherever it goes on.
         failure: Reason why the run ended (a step was refused or interrupted), or "".
         has_moved: True as soon as parameters moved, if only in a step that was interrupted.
     """
@@ -77,7 +77,7 @@ class AccountedRun:
         return run
 
 
-def declared_texts(assumptions: Sequence[Assumption]) -> list[str]:
+def declared_texts(assumptions: Iterable[Assumption]) -> list[str]:
     """Returns the texts of the declared ones among `assumptions`, as a state holds them."""
     return [a.text for a in assumptions if a.status is Status.DECLARED]
 
@@ -94,18 +94,17 @@ class Lineage:
     plain types. It holds nothing that is computed from the records.
 
     Attributes:
-        runs: The declared runs, as their accountant keeps them.
-        refusals: The reasons why the accountant gives no epsilon.
-        undeclared: The number of steps that were not declared.
-        current: Weak reference to the run of an engine that goes on, with its `close`; or None.
-        id: The name of the undeclared steps.
+        runs: Declared runs, as their accountant keeps them.
+        refusals: Reasons why the accountant gives no epsilon.
+        undeclared: Number of steps that were not declared.
+        id: Name of the undeclared steps.
     """
 
     def __init__(self) -> None:
         self.runs: list[AccountedRun] = []
         self.refusals: list[str] = []
         self.undeclared, self.id = 0, secrets.token_hex(16)
-        self.current: Callable[[], Any] | None = None
+        self._current: Callable[[], Any] = _nothing  # weak reference to the run that goes on
 
     def __iter__(self) -> Iterator[PastRun]:
         for run in self.runs:
@@ -138,6 +137,35 @@ class Lineage:
                 _check_released(pair[0], pair[1]["num_steps"], pair[1].get("release_steps", ()))
         return list(found.values())
 
+    def hang_on(self, module: nn.Module | None, params: Iterable[nn.Parameter]) -> None:
+        """Hangs the runs on trained parameters and on the parts of `module` that own them."""
+        own = {id(param): param for param in params}
+        for param in own.values():
+            _trained[param] = self
+        for part in [] if module is None else module.modules():
+            if any(id(param) in own for param in part.parameters(recurse=False)):
+                vars(part)[_BEHIND] = self
+
+    def take_over(self, run: Any) -> None:
+        """Hangs the runs on the model of a TrainingRun; runs of other engines end there."""
+        module: nn.Module = run.declared.inner
+        params = {id(param) for param in module.parameters()}
+        for lineage in _lineages(module, module.parameters()):
+            other = lineage._current() if isinstance(lineage, Lineage) else None
+            if other is None or lineage is self:
+                continue
+            if any(id(param) in params for param in other.passes.params):
+                other.close(
+                    "This run ended when another engine took over its model, whose epsilon is that "
+                    "of both runs. Use the optimizer that the last make_private returned."
+                )
+        self.hang_on(module, run.passes.params)
+        self._current = weakref.ref(run)
+
+
+def _nothing() -> None:
+    """A reference to no run."""
+
 
 def _lineages(module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[Any]:
     """Returns the lineages of parameters and modules, each once; of copies lists."""
@@ -156,33 +184,6 @@ def _check_released(past: PastRun, steps: int, releases: Iterable[int]) -> None:
         )
 
 
-def end_other_runs(module: nn.Module, own: Lineage) -> None:
-    """Ends the runs of other engines that train a parameter of `module`."""
-    params = {id(param) for param in module.parameters()}
-    for lineage in _lineages(module, module.parameters()):
-        run = lineage.current and lineage.current() if isinstance(lineage, Lineage) else None
-        if run is None or lineage is own:
-            continue
-        if any(id(param) in params for param in run.passes.params):
-            run.close(
-                "This run ended when another engine took over its model, whose epsilon is that of "
-                "both runs. Use the optimizer that the last make_private returned."
-            )
-
-
-def note_trained(
-    module: nn.Module | None, params: Iterable[nn.Parameter], lineage: Lineage
-) -> None:
-    """Hangs the runs that train `params` on them and on the parts of `module` that own them."""
-    params = list(params)
-    own = {id(param) for param in params}
-    for param in params:
-        _trained[param] = lineage
-    for part in [] if module is None else module.modules():
-        if any(id(param) in own for param in part.parameters(recurse=False)):
-            vars(part)[_BEHIND] = lineage
-
-
 def note_branch(run_id: str, run: Run) -> None:
     """Remembers that `run` records (a branch of) a run."""
     runs = _branches.setdefault(run_id, [])
@@ -198,12 +199,12 @@ def check_later_steps(state: Mapping[str, Any], discard_later_steps: bool) -> No
     if released:
         raise ValueError(
             f"Expected the newest released state of the run, got that of step {steps}: the iterate "
-            f"after step {max(released)} was released and would be forgotten. Load the checkpoint "
-            "of that step or a later one."
+            f"after step {max(released)} was released. Load the checkpoint of that step or a later "
+            "one."
         )
     if furthest > steps and not discard_later_steps:
         raise ValueError(
             f"Expected the newest state of the run, got that of step {steps}: {furthest} steps "
-            "were taken. If nothing computed by the later ones was ever shown to anybody, nor made "
-            "you go back, say discard_later_steps=True; it becomes a listed assumption."
+            "were taken. If nothing computed by the later ones was ever shown, say "
+            "discard_later_steps=True; it becomes a listed assumption."
         )

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError, __version__
 from hidden_state_accountants.runs.run import Run, run_of
-from hidden_state_adapters.batch_plans import BatchPlan, hash_of
+from hidden_state_adapters.batch_plans import hash_of
 from hidden_state_adapters.opacus.apart import random_numbers_as_before
 from hidden_state_adapters.opacus.declared import DeclaredRun
 from hidden_state_adapters.opacus.head import HeadRun
@@ -29,7 +29,7 @@ _logger = logging.getLogger("hidden_state_accountants")
 SECTION = "hidden_state_run"
 """Where a checkpoint holds the state of a run."""
 _SCHEMA = 1
-_PACKAGES = ("hidden-state-accountants", "dp-accounting", "opacus", "torch")
+_PACKAGES = ("dp-accounting", "opacus", "torch")
 _OF_OPACUS = ("batch_first", "clipping", "grad_sample_mode", "loss_reduction", "wrap_model")
 _SHOWN = 16  # records that are compared
 
@@ -39,12 +39,12 @@ class TrainingRun:
 
     Attributes:
         record: Record of every logical step.
-        declared: What `make_private` was told.
-        accounted: What its accountant keeps of it, and the model that it trains takes along.
-        fields: What has to be the same where it goes on, beside what the record compares.
+        declared: Arguments of `make_private`, and what follows from them.
+        accounted: Part that the accountant keeps, and that the model takes along.
+        fields: Fields that are the same where it goes on, beside those of the record.
         cursor: Position of the run: number of steps, and the batch that the loop is working on.
-        passes: Gives the gradients, and holds the last private iterate.
-        optimizer: The PrivateOptimizer that takes the steps.
+        passes: Source of the gradients, which holds the last private iterate.
+        optimizer: PrivateOptimizer that takes the steps.
         modules: The model that was passed, without wrappers, and as `make_private` returned it.
         is_loading: True while a checkpoint is being restored.
     """
@@ -55,14 +55,13 @@ class TrainingRun:
     is_loading = False
 
     def __init__(self, declared: DeclaredRun, noise_multiplier: float):
+        self.declared, self.fields = declared, declared.fields(noise_multiplier)
+        plan, loader = declared.plan, declared.arguments.data_loader
         algorithm = declared.mechanism.algorithm(declared, noise_multiplier)
-        self.record: Run = algorithm.new_run(declared.plan.fields)
-        self.declared = declared
+        self.record: Run = algorithm.new_run(plan.fields)
         self.accounted = AccountedRun(self.record, schedule=declared.schedule)
         if declared.group is not None:
             self.accounted.id = declared.group.run_id
-        self.fields = declared.fields(noise_multiplier)
-        plan, loader = declared.plan, declared.arguments.data_loader
         self.cursor = BatchCursor(
             plan.num_batches,
             loader.num_workers * (loader.prefetch_factor or 0),
@@ -73,25 +72,6 @@ class TrainingRun:
         self.passes: Passes = made(declared, self.cursor)
         # A script may keep the model alone, and train it in another run.
         weakref.finalize(self, _remove_all, self.passes.handles).atexit = False
-
-    @property
-    def id(self) -> str:
-        """The name of the run, the same wherever it goes on."""
-        return self.accounted.id
-
-    @property
-    def failure(self) -> str:
-        """Reason why the run ended (a step was refused or interrupted), or ""."""
-        return self.accounted.failure
-
-    @failure.setter
-    def failure(self, text: str) -> None:
-        self.accounted.failure = text
-
-    @property
-    def plan(self) -> BatchPlan:
-        """The batches."""
-        return self.declared.plan
 
     @property
     def num_steps(self) -> int:
@@ -111,20 +91,19 @@ class TrainingRun:
         """Raises UnsupportedRunError if the run was closed, or only its record was restored."""
         if self._closed:
             raise UnsupportedRunError(self._closed)
-        if self.record.num_steps != self.num_steps and not self.failure:
+        if self.record.num_steps != self.num_steps and not self.accounted.failure:
             raise UnsupportedRunError(
                 f"The optimizer took {self.num_steps} steps, but {self.record.num_steps} are "
-                "recorded. Restore a run with engine.load_checkpoint, which restores model, "
-                "recorder, hidden state and position together."
+                "recorded. Restore a run with engine.load_checkpoint."
             )
 
     def check_not_refused(self) -> None:
         """Raises UnsupportedRunError if a step of this run was refused or interrupted."""
-        if self.failure:
+        if self.accounted.failure:
             raise UnsupportedRunError(
                 "A step of this run was refused or interrupted. What ended the run may depend on "
-                "the records, and every bound is about a number of steps that does not: no epsilon "
-                f"covers the model. Start again with another optimizer. It was: {self.failure}"
+                "the records, so no epsilon covers the model. Start again with another optimizer. "
+                f"It was: {self.accounted.failure}"
             )
 
     def check_ended(self) -> None:
@@ -154,14 +133,14 @@ class TrainingRun:
 
     def why_not_resumable(self, num_steps: int) -> str:
         """Returns the private state that the run needs to go on from a step, in words, or ""."""
-        missing = [self.plan.why_not_resumable(num_steps)]
+        missing = [self.declared.plan.why_not_resumable(num_steps)]
         if num_steps:
             missing.insert(0, self.optimizer.why_not_resumable())
         return ", and ".join(filter(None, missing))
 
     def private_state(self) -> dict[str, Any]:
         """Returns plain types and tensors that restore hidden state and secret order. Secret."""
-        state = self.plan.private_state(self.num_steps)
+        state = self.declared.plan.private_state(self.num_steps)
         return {**state, **(self.optimizer.private_state() if self.num_steps else {})}
 
     def state_dict(self, *, include_private: bool) -> dict[str, Any]:
@@ -173,7 +152,7 @@ class TrainingRun:
         missing = self.why_not_resumable(self.num_steps)
         state: dict[str, Any] = {
             "schema": _SCHEMA,
-            "run_id": self.id,
+            "run_id": self.accounted.id,
             "num_steps": self.num_steps,
             "fields": self.fields,
             "noise_multiplier": float(self.optimizer.noise_multiplier),
@@ -182,13 +161,11 @@ class TrainingRun:
         if include_private:
             state["private"] = self.private_state()
         elif missing:
-            only_order = missing == self.plan.why_not_resumable(self.num_steps)
             _logger.warning(
-                "The checkpoint after step %d lacks %s, so the run cannot go on from it. Save "
-                "%swith include_private_state=True, stays_private=True.",
+                "The checkpoint after step %d lacks %s, so the run cannot go on from it. Save with "
+                "include_private_state=True, stays_private=True.",
                 self.num_steps,
                 missing,
-                "at the end of an epoch, or " if only_order else "",
             )
         return state
 
@@ -225,22 +202,22 @@ class TrainingRun:
 
     def load_private_state(self, state: Mapping[str, Any]) -> None:
         """Restores secret order and error, or raises ValueError; `resume` follows."""
-        self.is_loading = True
-        private = state.get("private")
+        self.is_loading, private = True, state.get("private")
         if private is None:
             return
         if state["num_steps"]:
             self.optimizer.load_private_state(private)
-        self.plan.load_private_state(private)
+        self.declared.plan.load_private_state(private)
 
     def resume(self, state: Mapping[str, Any]) -> None:
         """Goes on from what record, hidden state and module hold, after they were restored."""
-        self.accounted.id, self.failure, self.is_loading = state["run_id"], "", False
+        self.is_loading = False
+        self.accounted.id, self.accounted.failure = state["run_id"], ""
         self.optimizer.noise_multiplier = state["noise_multiplier"]
         self.optimizer.max_grad_norm = state["max_grad_norm"]
         self.optimizer.forget_pieces()
         self.passes.resume(self.record.num_steps)
-        note_branch(self.id, self.record)
+        note_branch(self.accounted.id, self.record)
 
 
 def _remove_all(handles: list[Any]) -> None:
@@ -254,28 +231,21 @@ def fields_in_common(
 ) -> dict[str, Any]:
     """Returns the fields of a run that starts, which are equal in all processes."""
     arguments, plan = declared.arguments, declared.plan
-    batches = arguments.batch_order
-    given = {name: getattr(arguments, name) for name in _OF_OPACUS}
-    groups = [
-        {k: v for k, v in g.items() if k != "params"} for g in declared.optimizer.param_groups
-    ]
+    batches, groups = arguments.batch_order, declared.optimizer.param_groups
+    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
     return {
-        "batch_order": plan.order.value,
+        **plan.fields,
         "seed of the order": Digest.of(batches.seed, batches.seed_is_secret),
         **declared.fields(noise_multiplier),
-        "versions": {name: _version(name) for name in _PACKAGES},
+        "versions": [__version__, *map(metadata.version, _PACKAGES)],
         "model": str(arguments.module),
         "runs behind the weights": [(run.id, run.recorder.num_steps) for run in earlier],
         "weights of the initial model": _weights(declared.inner),
-        "options of the optimizer": repr(groups),
+        "options of the optimizer": repr(options),
         "criterion, as given": repr(arguments.criterion),
-        "arguments for Opacus": repr(given),
+        "arguments for Opacus": repr([getattr(arguments, name) for name in _OF_OPACUS]),
         "noise_generator (given or not)": arguments.noise_generator is not None,
         "loss_geometry": repr(declared.loss),
-        "batch_size": plan.batch_size,
-        "sampling_rate": plan.sampling_rate,
-        "number of batches": plan.num_batches,
-        "max_batch_size": batches.max_batch_size,
         "records of the loader": Digest(hash_of(plan.records)),
         "data set": _shown(arguments.data_loader.dataset, plan.records),
     }
@@ -285,7 +255,7 @@ def fields_after_loading(run: TrainingRun) -> dict[str, Any]:
     """Returns the fields of a run that goes on, which are equal in all processes."""
     private = run.private_state() if run.why_not_resumable(run.num_steps) else {}
     return {
-        "run": run.id,
+        "run": run.accounted.id,
         "number of steps": run.num_steps,
         "weights": _weights(run.declared.inner),
         "private state": Digest.of(*private.values()),
@@ -306,10 +276,3 @@ def _shown(dataset: Any, records: Sequence[int]) -> tuple[int, Digest | None]:
     except Exception:  # whatever a data set may raise that is not asked in its turn
         return len(dataset), None
     return len(dataset), first if first == again else None
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "unknown"

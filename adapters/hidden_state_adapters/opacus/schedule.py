@@ -17,8 +17,7 @@ from hidden_state_accountants.guarantee import Topic, replace_assumptions
 from hidden_state_accountants.runs.run import Run
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
 
-# Schedulers multiply step by step, some in float32.
-_ROUNDING = 1e-6
+_ROUNDING = 1e-6  # schedulers multiply step by step, some in float32
 
 
 @attrs.frozen(eq=False)
@@ -41,7 +40,7 @@ class DeclaredSchedule:
 
     @classmethod
     def of(cls, schedule: Any, num_steps: int | None) -> DeclaredSchedule:
-        """Reads the arguments of `make_private`; see there.
+        """Reads the arguments of `make_private`.
 
         Raises:
             TypeError, ValueError: They have an impossible value, or differ in length.
@@ -53,30 +52,30 @@ class DeclaredSchedule:
         if isinstance(schedule, numbers.Real):
             one = Schedule.from_sequence([float(schedule)], "schedule")
             return cls(num_steps, one.to_array())
-        if callable(schedule) or not isinstance(schedule, Schedule | Iterable):
+        if not isinstance(schedule, Schedule | Iterable):
             raise TypeError(
                 "Expected schedule to be a number, one number per step or a "
-                f"hidden_state_accountants.Schedule, got {type(schedule).__name__}. "
-                "Of a function f pass [f(k) for k in range(num_steps)]."
+                f"hidden_state_accountants.Schedule, got {type(schedule).__name__}. Of a function "
+                "f pass [f(k) for k in range(num_steps)]."
             )
         if not isinstance(schedule, Schedule):
             schedule = Schedule.from_sequence(schedule, "schedule")
         length, rates = schedule.num_steps, schedule.to_array()
         if num_steps not in (None, length):
             raise ValueError(
-                f"Expected a schedule of num_steps = {num_steps} steps, got {length}. "
-                "Give one learning rate per logical step (not per epoch), or leave num_steps out."
+                f"Expected a schedule of num_steps = {num_steps} steps, got {length}. Give one "
+                "learning rate per logical step (not per epoch)."
             )
-        # One constant is stored once; num_steps then says how long it holds.
         return cls(length, rates[:1] if len(schedule.values) == 1 else rates)
 
     def learning_rate(self, num_steps: int, scale: float) -> float | Schedule | None:
         """Returns the rates of the first `num_steps` steps, times `scale`; None if undeclared."""
-        if self.learning_rates is None:
+        rates = self.learning_rates
+        if rates is None:
             return None
-        if len(self.learning_rates) == 1:
-            return float(self.learning_rates[0]) * scale
-        return Schedule.from_sequence(self.learning_rates[:num_steps] * scale, "learning_rate")
+        if len(rates) == 1:
+            return float(rates[0]) * scale
+        return Schedule.from_sequence(rates[:num_steps] * scale, "learning_rate")
 
     def at_rate_of(self, optimizer: Optimizer) -> DeclaredSchedule:
         """Returns the schedule for which noise is found: without declared rates that of the moment.
@@ -87,18 +86,15 @@ class DeclaredSchedule:
         """
         if self.learning_rates is not None:
             return self
-        moved = [group for group in optimizer.param_groups if "initial_lr" in group]
-        if moved:
-            first, now = moved[0]["initial_lr"], moved[0]["lr"]
+        first = optimizer.param_groups[0]
+        if "initial_lr" in first:
             raise UnsupportedRunError(
-                f"Expected schedule=, got an optimizer with a scheduler: its learning "
-                f"rate is {float(now):g} at this moment (the scheduler started from "
-                f"{float(first):g}), and noise that is found for that rate would miss the target "
-                "when the rate moves. Pass schedule=, one rate for every logical "
-                "step (of a LambdaLR with function f and base rate r: "
-                "[r * f(k) for k in range(num_steps)]), or one number if it stays what it is."
+                "Expected schedule=, got an optimizer with a scheduler: its learning rate is "
+                f"{float(first['lr']):g} at this moment (started from {first['initial_lr']:g}), "
+                "and noise found for it would miss the target. Pass one rate for every logical "
+                "step."
             )
-        return attrs.evolve(self, target_rate=float(optimizer.param_groups[0]["lr"]))
+        return attrs.evolve(self, target_rate=float(first["lr"]))
 
     def admit(self, step: int) -> None:
         """Raises UnsupportedRunError if all declared steps were taken; the model stays covered."""
@@ -106,43 +102,32 @@ class DeclaredSchedule:
         if total is not None and step > total:
             raise UnsupportedRunError(
                 f"Expected num_steps = {total} steps, as declared to make_private, got step "
-                f"{step}. The model is that of step {total}, which is accounted. Stop here; for "
-                "more steps call make_private again (the runs compose)."
+                f"{step}: the model of step {total} stays accounted. For more steps call "
+                "make_private again (the runs compose)."
             )
 
     def check_rate(self, step: int, optimizer: Optimizer) -> None:
         """Raises UnsupportedRunError if a step uses another rate than the declared one."""
         rates, expected = self.learning_rates, self.target_rate
-        if rates is None and expected is None:
-            return
-        why = (
-            "for which make_private_with_epsilon found the noise: with another one epsilon may "
-            "miss the target. The step was not taken. Pass schedule= to make_private_with_epsilon, "
-            "one rate for every logical step."
-        )
         if rates is not None:
             expected = float(rates[0 if len(rates) == 1 else step - 1])
-            why = (
-                "as declared by schedule=. The step was not taken. Give make_private the schedule "
-                "that the loop follows; step the scheduler once per logical step."
-            )
         rate = float(optimizer.param_groups[0]["lr"])
-        assert expected is not None
-        if not math.isclose(rate, expected, rel_tol=_ROUNDING):
+        if expected is not None and not math.isclose(rate, expected, rel_tol=_ROUNDING):
             raise UnsupportedRunError(
-                f"step {step} uses learning rate {rate:.8g}, expected {expected:.8g}, {why}"
+                f"step {step} uses learning rate {rate:.8g}, expected {expected:.8g}, as declared "
+                "by schedule= (or as make_private_with_epsilon found the noise for). Pass "
+                "schedule=, one rate for every logical step."
             )
 
     def assumptions(self, run: Run, proven: Iterable[Assumption]) -> tuple[Assumption, ...]:
         """Returns the assumptions of a bound on a run, with what was compared marked as checked."""
-        proven = tuple(proven)
-        is_declared = self.num_steps is not None or self.learning_rates is not None
+        proven, is_known = tuple(proven), self.learning_rates is not None
+        is_declared = is_known or self.num_steps is not None
         if not is_declared or all(a.topic is not Topic.FIXED_IN_ADVANCE for a in proven):
             return proven
-        rates = "learning rate of every step as declared in advance"
-        known = "" if self.learning_rates is None else rates
+        rates = "learning rate of every step as declared in advance" if is_known else ""
         steps = steps_in_advance(run.num_steps, self.num_steps)
-        return replace_assumptions(proven, *fixed_in_advance(run, steps, known))
+        return replace_assumptions(proven, *fixed_in_advance(run, steps, rates))
 
     def fields(self) -> dict[str, Any]:
         """Returns plain types that are equal for equal declarations, and short."""

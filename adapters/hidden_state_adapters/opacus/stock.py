@@ -1,11 +1,11 @@
-"""Opacus' own engine with our accountant: what it made, its declared run and its steps."""
+"""Opacus' own engine with our accountant: what its make_private made, and the steps that follow."""
 
 from __future__ import annotations
 
 import logging
+import math
 import sys
 from collections.abc import Mapping
-from types import FrameType
 from typing import Any
 
 import attrs
@@ -15,6 +15,8 @@ from opacus.optimizers import (
     DistributedDPOptimizer,
     DPOptimizer,
     DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
+    SimpleDistributedPerLayerOptimizer,
 )
 from opacus.optimizers.ddpoptimizer_fast_gradient_clipping import (
     DistributedDPOptimizerFastGradientClipping,
@@ -29,13 +31,11 @@ from hidden_state_accountants import (
     RunRecorder,
     UnsupportedRunError,
 )
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS
 from hidden_state_accountants.runs.run import Step
-from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.opacus import criteria
 from hidden_state_adapters.opacus.frozen import refuse_packed_sequences
-from hidden_state_adapters.opacus.gradients import check_clip_margin, rows_of
-from hidden_state_adapters.opacus.noise import OwnGenerator, check_noise_source
+from hidden_state_adapters.opacus.gradients import check_clip_margin, read, rows_of
+from hidden_state_adapters.opacus.noise import OwnGenerator
 from hidden_state_adapters.opacus.order import (
     description_of,
     drawn_rate,
@@ -45,18 +45,19 @@ from hidden_state_adapters.opacus.order import (
 )
 from hidden_state_adapters.opacus.precision import check_precision
 from hidden_state_adapters.opacus.processes import num_processes
-from hidden_state_adapters.opacus.registry import AccountedRun, declared_by
+from hidden_state_adapters.opacus.registry import AccountedRun
 from hidden_state_adapters.opacus.update_rules import UnsupportedUpdateError, update_of
 
 _logger = logging.getLogger("hidden_state_accountants")
-_KINDS = (
+_ENGINE = "opacus.privacy_engine"
+_KINDS = (  # with one fixed clip, and noise from optimizer.generator
     DPOptimizer,
     DPOptimizerFastGradientClipping,
+    DPPerLayerOptimizer,
     DistributedDPOptimizer,
     DistributedDPOptimizerFastGradientClipping,
+    SimpleDistributedPerLayerOptimizer,
 )
-_KNOWN: set[Any] = {kind.add_noise for kind in _KINDS}
-"""What adds noise from `optimizer.generator`."""
 
 _OWN_COINS = Assumption.checked(
     "Poisson batches drawn by a generator of the run's own, whose state the operating system drew "
@@ -87,129 +88,161 @@ ON_TRUST = on_trust(BatchOrder.POISSON)
 """What undeclared steps rest on."""
 
 
-def _compared(plan: BatchPlan, declared: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of what a loader deals; raises if others were declared."""
-    fields = plan.fields
-    for name, given in declared.items():
-        found = fields[name]
-        is_secret = (given, found) == (BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
-        # Opacus rounds the batch size of Poisson batches; a full batch is one of any fixed order.
-        fits = name == "batch_size" and plan.order is BatchOrder.POISSON
-        fits |= found is BatchOrder.FULL and given is not BatchOrder.POISSON
-        if is_secret:
-            fields[name] = given
-        elif given not in (None, found) and not fits:
-            words = [f'"{x.value}"' if isinstance(x, BatchOrder) else x for x in (found, given)]
-            raise UnsupportedRunError(
-                f"Expected {name} = {words[0]}, which is what the loader deals "
-                f"({description_of(plan)}), got {words[1]} in declare_run. Leave {name} out, it is "
-                "read from the loader that make_private returned; for other batches use another "
-                "loader, or poisson_sampling= of make_private."
-            )
-    return fields
+@attrs.define(eq=False)
+class StockRun:
+    """The outcome of one `make_private` of a stock engine, which observes the steps.
 
+    Of a step hook that was attached by hand nothing is known but the sampling rate.
 
-class StockRun(AccountedRun):
-    """The declared run of a stock engine: the batches of its loader, and the record of its steps.
-
-    Where no last-iterate theorem covers the optimizer (momentum, Adam, clipping per layer, ghost
-    clipping), only composition applies; a log line says so.
-
-    Raises:
-        UnsupportedRunError: The loader cannot be read, deals other batches than were declared, or
-            no bound covers them.
-        TypeError, ValueError: An argument of `declare_run` has an impossible value.
+    Attributes:
+        sample_rate: Sampling rate as Opacus tells it: 1 / len(data_loader).
+        inner: Model itself, behind Opacus' wrapper or its hooks.
+        accounted: Record of the steps that `declare` made, or None.
+        num_steps: Number of observed steps.
     """
 
-    recorder: RunRecorder
+    sample_rate: float
+    data_loader: Any = None
+    inner: Any = None
+    optimizer: Any = None
+    accounted: AccountedRun | None = None
+    num_steps: int = 0
+    _loss: LossGeometry | None = None
+    _fields: Mapping[str, Any] = {}
+    _writes: int = 0
 
-    def __init__(
+    @classmethod
+    def by_caller(cls, accountant: Any, sample_rate: float) -> StockRun:
+        """Reads off the variables of make_private, which tells its accountant the rate only."""
+        frame: Any = sys._getframe(1)
+        calls = {}
+        while frame is not None:
+            names = frame.f_locals if frame.f_globals.get("__name__") == _ENGINE else {}
+            if getattr(names.get("self"), "accountant", None) is accountant:
+                calls[frame.f_code.co_name] = names
+            frame = frame.f_back
+        made = calls.get("make_private")
+        if made is None:
+            return cls(sample_rate)
+        module, optimizer = made["module"], made["optimizer"]
+        inner, writes = getattr(module, "_module", module), _count_writes(optimizer)
+        run = cls(sample_rate, made["data_loader"], inner, optimizer, writes=writes)
+        run._start(is_calibrated="make_private_with_epsilon" in calls)
+        return run
+
+    def _start(self, *, is_calibrated: bool) -> None:
+        """Gives noise and Poisson batches generators of the run's own, but where the user gave one.
+
+        Opacus takes both from torch's default generator, which every script seeds.
+        """
+        loader = self.data_loader
+        if is_calibrated and poisson_rate(loader) > 1:
+            raise UnsupportedRunError(
+                "Expected a Poisson loader (poisson_sampling=True) in make_private_with_epsilon of "
+                f"a PrivacyEngine, got {type(loader).__name__} with other batches: Opacus finds "
+                "noise for Poisson batches only. Use HiddenStatePrivacyEngine."
+            )
+        if getattr(loader.collate_fn, "rand_on_empty", False):
+            raise UnsupportedRunError(
+                "Expected rand_on_empty = False, got True: a made-up record in an empty batch "
+                "moves the sum by two clip norms. Leave it out: empty batches are steps."
+            )
+        _check_layers(self.inner)
+        if self.optimizer.generator is None:
+            self.optimizer.generator = OwnGenerator(self.optimizer.params[0].device)
+        sampler: Any = getattr(loader, "batch_sampler", None)
+        if type(sampler) is UniformWithReplacementSampler and sampler.generator is None:
+            sampler.generator = OwnGenerator(torch.device("cpu"))
+
+    def declare(
         self,
-        made: MadePrivate,
         relation: NeighboringRelation,
-        *,
         criterion: Any,
         feature_norm: float | None,
         loss_geometry: LossGeometry | str | None,
         **declared: Any,
-    ):
-        self._loss = loss_geometry if isinstance(loss_geometry, LossGeometry) else None
-        if self._loss is None and loss_geometry not in (None, "auto"):
-            raise TypeError(
-                f'Expected loss_geometry to be a LossGeometry, "auto" or None, got '
-                f"{loss_geometry!r}."
-            )
-        if criterion is not None and self._loss is not None:
-            raise ValueError(
-                f"Expected a criterion or a LossGeometry, got {criterion!r} and {self._loss!r}: "
-                "one of them says what the loss is. Leave one out."
-            )
-        if criterion is None and (loss_geometry == "auto" or feature_norm is not None):
-            raise ValueError(
-                'Expected a criterion with loss_geometry="auto" or feature_norm, got none: the '
-                "constants are those of the loss that the loop computes. Pass criterion= and "
-                "feature_norm=."
-            )
+    ) -> AccountedRun:
+        """Reads loader and optimizer, and returns the record of the steps.
+
+        Where no last-iterate theorem covers the optimizer, only composition applies; a log line
+        says so.
+        """
         if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise UnsupportedRunError(
                 "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
-                "ADD_OR_REMOVE_ONE: Opacus' own engine computes the rate and the divisor from the "
-                "number of records, which is what adding or removing changes. Use REPLACE_SPECIAL, "
-                "or HiddenStatePrivacyEngine with constants in Batches."
+                "ADD_OR_REMOVE_ONE: Opacus computes the rate and the divisor from the number of "
+                "records. Use HiddenStatePrivacyEngine with constants in Batches."
             )
-        check_processes(made.data_loader, num_processes(made.optimizer))
-        plan = read_loader(made.data_loader)
-        self._batches = _compared(plan, declared)
-        self._order = BatchOrder(self._batches["batch_order"])
-        criteria.check_convexity(self._loss, made.inner, [made.inner.parameters()])
-        loss = "the declared loss" if self._loss is not None else "the loss"
-        if criterion is not None:
-            self._loss = criteria.auto_loss_geometry(
-                made.inner, criterion, feature_norm, made.optimizer.loss_reduction
+        self._check_processes()
+        plan = read_loader(self.data_loader)
+        fields, words = plan.fields, description_of(plan)
+        for name, given in declared.items():
+            fields[name] = _compared(name, given, fields[name], words)
+        loss, text = loss_geometry, "the declared loss" if loss_geometry else "the loss"
+        if criterion is not None and loss in (None, "auto"):
+            reduction = self.optimizer.loss_reduction
+            loss = criteria.auto_loss_geometry(self.inner, criterion, feature_norm, reduction)
+            text = f"{criteria.as_module(criterion)} on the whole output, with features of norm "
+            text += f"at most {feature_norm:g}"
+        if not isinstance(loss, LossGeometry | None):
+            raise TypeError(
+                f'Expected loss_geometry to be a LossGeometry, "auto" with a criterion or None, '
+                f"got {loss!r}."
             )
-            loss = f"{criteria.as_module(criterion)} on the whole output"
-            loss += f", with features of norm at most {feature_norm:g}"
-        _, reason = self._update(made.optimizer)
-        if reason and self._loss is not None:
-            self._loss = None
+        criteria.check_convexity(loss, self.inner, [self.inner.parameters()])
+        _, reason = _update(self.optimizer, fields["batch_size"])
+        if reason and loss is not None:
+            loss = None
             _logger.info(
                 "No last-iterate theorem here covers this optimizer (%s), so epsilon is that of "
                 "composition.",
                 reason,
             )
-        super().__init__(RunRecorder(**self._batches, loss=self._loss))
-        self.recorder.check_relation(relation)
-        self.assume(
-            Assumption.checked(f"the loader deals {description_of(plan)}"),
-            *made.coins,
-            on_trust(self._order, loss),
-        )
+        run = AccountedRun(RunRecorder(**fields, loss=loss))
+        run.recorder.check_relation(relation)
+        trusted = on_trust(BatchOrder(fields["batch_order"]), text)
+        run.assume(Assumption.checked(f"the loader deals {words}"), trusted)
+        self.accounted, self._loss, self._fields = run, loss, fields
+        return run
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a state into a run without steps, where the stock loader can go on."""
-        recorder = RunRecorder(**self._batches, loss=self._loss)
-        recorder.load_state_dict(state)
-        steps = recorder.num_steps
-        in_epoch = -(-int(self._batches["dataset_size"]) // int(self._batches["batch_size"]))
-        is_fixed = self._order is BatchOrder.SHUFFLED_ONCE and steps
-        if is_fixed or (self._order in EPOCH_ORDERS and steps % in_epoch):
-            expected = "no steps to restore" if is_fixed else "a state at the end of an epoch"
-            raise ValueError(
-                f"Expected {expected} for {self._order.value} batches, got {steps} steps, "
-                f"{steps % in_epoch} of them in the last epoch: the stock loader would start again "
-                "at batch 0, or in another order. Use HiddenStatePrivacyEngine, whose loader goes "
-                "on where it was, and whose checkpoints can hold the order."
+    def check_undeclared(self) -> None:
+        """Raises UnsupportedRunError if a loader that is known does not deal Poisson batches."""
+        if self.data_loader is None:
+            return
+        self._check_processes()
+        if poisson_rate(self.data_loader) > drawn_rate(self.sample_rate) * (1 + 1e-9):
+            raise UnsupportedRunError(
+                "Expected a Poisson loader that samples at a rate of 1 / len(data_loader) = "
+                f"{self.sample_rate:g} for a run that was not declared, got a "
+                f"{type(self.data_loader).__name__} with other batches. Call "
+                "engine.accountant.declare_run() before the first step: it reads the loader."
             )
-        self.recorder = recorder
-        self.assume(*declared_by(state))
 
-    def observe(self, optimizer: DPOptimizer) -> None:
-        """Records the step that `optimizer` is about to take, if it is one of the run."""
-        step = self.recorder.num_steps + 1
-        rows = count_rows(optimizer, step)
-        if rows is None and self._order is not BatchOrder.POISSON:
-            rows = int(self._batches["batch_size"])  # all of the batch, as is the user's word
-        update, reason = self._update(optimizer)
+    def check_moved(self) -> None:
+        """Raises UnsupportedRunError if no step was observed, but the parameters were written."""
+        if not self.num_steps and _count_writes(self.optimizer) != self._writes:
+            raise UnsupportedRunError(
+                "Expected a step of the optimizer that make_private returned, got none, but "
+                "parameters that were written since: by another optimizer, by hand, or with "
+                "another step hook (there is a single slot). Train with that optimizer."
+            )
+
+    def observe(self, optimizer: DPOptimizer, step: int) -> None:
+        """Records a step; raises UnsupportedRunError if it is none of the run."""
+        _check_kind(optimizer, step)
+        _check_finite(optimizer, step)
+        rows = _count_rows(optimizer, step)
+        if self.accounted is not None:
+            self.accounted.recorder.add_counted(self._step(optimizer, step, rows), 1)
+        self.num_steps += 1
+
+    def _step(self, optimizer: DPOptimizer, step: int, rows: int | None) -> Step:
+        """Returns the record of a step of a declared run."""
+        size = int(self._fields["batch_size"])
+        if rows is None and BatchOrder(self._fields["batch_order"]) is not BatchOrder.POISSON:
+            rows = size  # all of the batch, as is the user's word
+        update, reason = _update(optimizer, size)
+        noise, clip_norm = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
         for param in [] if reason else optimizer.params:
             check_precision("parameters", param)
         if self._loss is not None:
@@ -218,165 +251,59 @@ class StockRun(AccountedRun):
                     f"step {step} changed the optimizer: {reason}. Keep one update rule during a "
                     "run; without what says something of the loss any rule is accounted."
                 )
-            check_clip_margin(float(optimizer.max_grad_norm), self._loss.lipschitz)
-        noise, clip_norm = float(optimizer.noise_multiplier), float(optimizer.max_grad_norm)
-        taken = Step(noise_multiplier=noise, clip_norm=clip_norm, rows=rows, **update)
-        self.recorder.add_counted(taken, 1)
-
-    def _update(self, optimizer: DPOptimizer) -> tuple[dict[str, Any], str]:
-        """Returns rate and decay of plain SGD; or nothing, and why it is another update."""
-        if type(optimizer) is not DPOptimizer:
-            return {}, f"Expected DPOptimizer, got {type(optimizer).__name__}"
-        try:
-            return update_of(optimizer, float(self._batches["batch_size"])), ""
-        except UnsupportedUpdateError as error:
-            return {}, error.what
-
-
-def check_processes(data_loader: Any, count: int) -> None:
-    """Raises UnsupportedRunError for several processes whose batches together cannot be read.
-
-    A step uses the batches of all processes at once. Opacus' Poisson sampler makes one Poisson
-    batch of them; of other loaders a process sees its own batches only.
-    """
-    if count == 1 or draws_from_shares(data_loader):
-        return
-    raise UnsupportedRunError(
-        f"Expected one process, got {count} with {type(data_loader).__name__} loaders of their "
-        "own: a step uses the batches of all processes, and the size and order of a batch across "
-        "them cannot be read. Train in a single process, or with Poisson batches (DPDDP and "
-        "poisson_sampling=True), which are accounted by composition."
-    )
-
-
-def count_rows(optimizer: DPOptimizer, step: int) -> int | None:
-    """Returns the rows of the batch; None if ghost clipping or BatchMemoryManager hides them.
-
-    Raises:
-        UnsupportedRunError: The gradients of several batches were accumulated, or a parameter has
-            one gradient for all records.
-    """
-    if isinstance(optimizer, DPOptimizerFastGradientClipping):
-        return None
-    params = {f"parameter {i}": param for i, param in enumerate(optimizer.params)}
-    try:
-        rows = rows_of(params, None)
-    except UnsupportedRunError as error:
-        raise UnsupportedRunError(f"step {step}: {error}") from None
-    return None if optimizer._is_last_step_skipped else rows
-
-
-@attrs.define(eq=False)
-class MadePrivate:
-    """The outcome of one `make_private` of a stock engine, and the run that records its steps.
-
-    Of a step hook that was attached by hand nothing is known but the sampling rate.
-
-    Attributes:
-        sample_rate: Sampling rate as Opacus tells it: 1 / len(data_loader).
-        is_calibrated: True if make_private_with_epsilon found the noise.
-        run: The declared run, or None.
-        num_steps: Number of recorded steps.
-    """
-
-    sample_rate: float
-    data_loader: Any = None
-    module: Any = None
-    optimizer: Any = None
-    is_calibrated: bool = False
-    run: StockRun | None = None
-    num_steps: int = 0
-    _writes: int = attrs.field(init=False)
-
-    @_writes.default
-    def _count_writes(self) -> int:
-        return sum(p._version for p in getattr(self.optimizer, "params", ()))
-
-    @classmethod
-    def by_caller(cls, accountant: Any, sample_rate: float) -> MadePrivate:
-        """Reads off the variables of make_private, which tells its accountant the rate only."""
-        frame = _frame_of("make_private", accountant, sys._getframe(1))
-        if frame is None:
-            return cls(sample_rate)
-        made = frame.f_locals
-        return cls(
-            sample_rate,
-            data_loader=made.get("data_loader"),
-            module=made.get("module"),
-            optimizer=made.get("optimizer"),
-            is_calibrated=_frame_of("make_private_with_epsilon", accountant, frame) is not None,
-        )
-
-    def prepare(self) -> None:
-        """Takes noise and Poisson batches from generators of the run's own, but where the user gave
-        one.
-
-        Opacus takes both from torch's default generator, which every script seeds.
-
-        Raises:
-            UnsupportedRunError: The noise was found for other batches or cannot be drawn, empty
-                batches are filled, or a layer lets a record do more than the clip says.
-        """
-        if self.is_calibrated and poisson_rate(self.data_loader) > 1:
-            raise UnsupportedRunError(
-                "Expected a Poisson loader (poisson_sampling=True) in make_private_with_epsilon of "
-                f"a PrivacyEngine, got {type(self.data_loader).__name__} with other batches: "
-                "Opacus finds the noise for Poisson batches, and with these epsilon would miss the "
-                "target. Use make_private_with_epsilon of HiddenStatePrivacyEngine, or find the "
-                "noise with hidden_state_accountants.calibrate_noise and call make_private."
-            )
-        if getattr(getattr(self.data_loader, "collate_fn", None), "rand_on_empty", False):
-            raise UnsupportedRunError(
-                "Expected rand_on_empty = False, got True: it puts a made-up record into an empty "
-                "batch, so that one record more or less changes the sum by two clip norms. Leave "
-                "it out: empty batches are steps like others."
-            )
-        if isinstance(self.inner, nn.Module):
-            _check_layers(self.inner)
-        optimizer = self.optimizer
-        if optimizer is not None and optimizer.generator is None:
-            check_noise_source(optimizer.params, None)
-            optimizer.generator = OwnGenerator(optimizer.params[0].device)
-        sampler: Any = getattr(self.data_loader, "batch_sampler", None)
-        if type(sampler) is UniformWithReplacementSampler and sampler.generator is None:
-            sampler.generator = OwnGenerator(torch.device("cpu"))
-
-    @property
-    def inner(self) -> Any:
-        """The model itself, behind Opacus' wrapper or its hooks; None if it is not known."""
-        return getattr(self.module, "_module", self.module)
+            check_clip_margin(clip_norm, self._loss.lipschitz)
+        return Step(noise_multiplier=noise, clip_norm=clip_norm, rows=rows, **update)
 
     @property
     def coins(self) -> list[Assumption]:
-        """Lists the generator of the sampler, if `prepare` put it in."""
+        """Assumption about the generator of the sampler, if `start` put it in."""
         sampler = getattr(self.data_loader, "batch_sampler", None)
         is_own = isinstance(getattr(sampler, "generator", None), OwnGenerator)
         return [_OWN_COINS] if is_own else []
 
-    def check_undeclared(self) -> None:
-        """Raises UnsupportedRunError if a loader that is known does not deal Poisson batches."""
-        if self.data_loader is None:
-            return
-        check_processes(self.data_loader, num_processes(self.optimizer))
-        if poisson_rate(self.data_loader) > drawn_rate(self.sample_rate) * (1 + 1e-9):
+    def _check_processes(self) -> None:
+        """Raises UnsupportedRunError for several processes whose batches together are not known.
+
+        Opacus' Poisson sampler makes one batch of theirs; of others a process sees its own only.
+        """
+        count = num_processes(self.optimizer)
+        if count > 1 and not draws_from_shares(self.data_loader):
             raise UnsupportedRunError(
-                "Expected a Poisson loader that samples at a rate of 1 / len(data_loader) = "
-                f"{self.sample_rate:g} for a run that was not declared, got a "
-                f"{type(self.data_loader).__name__} with other batches (poisson_sampling=False?): "
-                "the epsilon that stock accountants report is not one of this run. Call "
-                "engine.accountant.declare_run() before the first step: it reads the loader, and "
-                "without further arguments epsilon is that of composition."
+                f"Expected one process, got {count} with {type(self.data_loader).__name__} loaders "
+                "of their own: the batches across them cannot be read. Use Poisson batches (DPDDP "
+                "and poisson_sampling=True)."
             )
 
-    def check_moved(self) -> None:
-        """Raises UnsupportedRunError if no step was recorded, but the parameters were written."""
-        if self._count_writes() != self._writes:
-            raise UnsupportedRunError(
-                "Expected a step of the optimizer that make_private returned, got none, but "
-                "parameters that were written since: by another optimizer, by hand, or with "
-                "another step hook (attach_step_hook has a single slot). Train with that "
-                "optimizer; load public weights before make_private."
-            )
+
+def _count_writes(optimizer: Any) -> int:
+    """Returns how often the parameters of an optimizer were written to."""
+    return sum(param._version for param in getattr(optimizer, "params", ()))
+
+
+def _compared(name: str, given: Any, found: Any, words: str) -> Any:
+    """Returns a field of what a loader deals; raises UnsupportedRunError for another declared one.
+
+    Opacus rounds the batch size of Poisson batches, and a full batch is one of any fixed order.
+    """
+    is_secret = (given, found) == (BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
+    fits = given in (None, found) or (name == "batch_size" and "probability" in words)
+    if is_secret or fits or (found is BatchOrder.FULL and given is not BatchOrder.POISSON):
+        return given if is_secret else found
+    shown = [f'"{x.value}"' if isinstance(x, BatchOrder) else x for x in (found, given)]
+    raise UnsupportedRunError(
+        f"Expected {name} = {shown[0]}, which is what the loader deals ({words}), got {shown[1]} "
+        f"in declare_run. Leave {name} out: it is read from the loader."
+    )
+
+
+def _update(optimizer: DPOptimizer, batch_size: float) -> tuple[dict[str, Any], str]:
+    """Returns rate and decay of plain SGD; or nothing, and why it is another update."""
+    if type(optimizer) is not DPOptimizer:
+        return {}, f"Expected DPOptimizer, got {type(optimizer).__name__}"
+    try:
+        return update_of(optimizer, float(batch_size)), ""
+    except UnsupportedUpdateError as error:
+        return {}, error.what
 
 
 def _check_layers(module: nn.Module) -> None:
@@ -386,30 +313,42 @@ def _check_layers(module: nn.Module) -> None:
             raise UnsupportedRunError(
                 f"Expected layers that leave their parameters alone, got {type(layer).__name__} "
                 f"{name} with max_norm = {layer.max_norm:g}: it shortens the rows that a batch "
-                "uses, without noise. Leave max_norm out; max_grad_norm bounds what a record does."
+                "uses, without noise. Leave max_norm out."
             )
     refuse_packed_sequences(module)
 
 
-def check_noise(optimizer: DPOptimizer) -> None:
-    """Raises UnsupportedRunError unless an optimizer draws all noise from its generator."""
-    name, counts = type(optimizer).__name__, hasattr(optimizer, "_adjusted_noise_multiplier")
-    if counts or getattr(optimizer.add_noise, "__func__", None) not in _KNOWN:
+def _check_kind(optimizer: DPOptimizer, step: int) -> None:
+    """Raises UnsupportedRunError unless clip norm and noise are what the accountant reads."""
+    is_adaptive = hasattr(optimizer, "_adjusted_noise_multiplier")
+    if type(optimizer) in _KINDS and not is_adaptive:
+        return
+    name = "PrivacyEngineAdaptiveClipping" if is_adaptive else type(optimizer).__name__
+    raise UnsupportedRunError(
+        f"step {step}: expected a DPOptimizer with a fixed clip norm, for one device or DPDDP, got "
+        f"{name}: some of its noise (of the counts of adaptive clipping) is not paid for, or comes "
+        'from torch\'s default generator. Use clipping="flat" or "per_layer".'
+    )
+
+
+def _check_finite(optimizer: DPOptimizer, step: int) -> None:
+    """Raises UnsupportedRunError if the noisy gradients are not finite."""
+    gradients = [param.grad for param in optimizer.params if param.grad is not None]
+    sums = [gradient.sum(dtype=torch.float64) for gradient in gradients]  # of fewer passes
+    if not all(map(math.isfinite, read(sums))):
         raise UnsupportedRunError(
-            "Expected a fixed clip norm and an optimizer of Opacus for one device or DPDDP, got "
-            f"{'PrivacyEngineAdaptiveClipping' if counts else name}: some of its noise comes from "
-            "torch's default generator, and whoever knows the seed of the program knows it. Use "
-            "opacus.PrivacyEngine, which makes a DPOptimizer."
+            f"step {step} has a gradient that is not finite, which no clip bounds and no noise "
+            "hides. Look for a division by 0, or scale the loss down."
         )
-    check_noise_source(optimizer.params, None)
 
 
-def _frame_of(name: str, accountant: Any, frame: FrameType | None) -> FrameType | None:
-    """The running call of a method of the `opacus.PrivacyEngine` that has the accountant."""
-    while frame is not None:
-        is_of_opacus = frame.f_globals.get("__name__") == "opacus.privacy_engine"
-        if is_of_opacus and frame.f_code.co_name == name:
-            engine = frame.f_locals.get("self")
-            return frame if getattr(engine, "accountant", None) is accountant else None
-        frame = frame.f_back
-    return None
+def _count_rows(optimizer: DPOptimizer, step: int) -> int | None:
+    """Returns the rows of the batch; None if ghost clipping or BatchMemoryManager hides them."""
+    if isinstance(optimizer, DPOptimizerFastGradientClipping):
+        return None
+    params = {f"parameter {i}": param for i, param in enumerate(optimizer.params)}
+    try:
+        rows = rows_of(params, None)
+    except UnsupportedRunError as error:
+        raise UnsupportedRunError(f"step {step}: {error}") from None
+    return None if optimizer._is_last_step_skipped else rows

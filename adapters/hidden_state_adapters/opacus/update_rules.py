@@ -16,13 +16,6 @@ from hidden_state_accountants import UnsupportedRunError
 NEUTRAL = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
 """Options of SGD that make it another rule, with the values at which they do not."""
 
-WHY_NOT_ADAPTIVE = (
-    "it also publishes how many gradients were not clipped, and noise_multiplier does not pay for "
-    "that: the count moves by 1 with a record, where the formula for the noise takes 1/2, and it "
-    "is divided by the exact size of the batch"
-)
-"""About Opacus' adaptive clipping, whose clip norm follows that count."""
-
 
 class UnsupportedUpdateError(UnsupportedRunError):
     """The wrapped optimizer moves in a way that no last-iterate theorem covers.
@@ -198,13 +191,3 @@ def refuse_loaded_moments(state_dict: Mapping[str, Any]) -> None:
             "Expected engine.load_checkpoint, got load_state_dict with momentum or moments: "
             "from elsewhere they may hold gradients without noise, which the steps would show."
         )
-
-
-def refuse_per_layer(**norms: Any) -> None:
-    """Raises UnsupportedRunError for lists of clip norms."""
-    for name, value in norms.items():
-        if isinstance(value, list | tuple):
-            raise UnsupportedRunError(
-                f"Expected {name} to be one number, got {value!r}: a list clips every layer by "
-                "itself, which is not supported. Pass the norm of the whole gradient of a record."
-            )
