@@ -19,7 +19,7 @@ RUN_EVENTS = tuple({bound.event_type: None for bound in BOUNDS})
 """The kinds of runs that some bound is about."""
 
 
-@functools.lru_cache(maxsize=24)  # a comparison asks for the best of the bounds, and for each
+@functools.lru_cache(maxsize=4)  # a comparison asks for the best of the bounds, and for each
 def bound_guarantee(
     bound: Bound, event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> Guarantee:

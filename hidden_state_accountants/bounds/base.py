@@ -54,11 +54,9 @@ class Proof:
 
 @attrs.frozen
 class Bound(abc.ABC):
-    """One theorem. A new one is a file with a subclass, and a line in `BOUNDS`.
+    """One theorem: the conditions that a run does not meet, and what is true of one that does.
 
-    A subclass says which conditions a run does not meet (`conditions`) and what is true of one that
-    meets them all (`prove`); this class refuses, cites, and lists what is assumed. Bounds are
-    values: frozen and hashable.
+    A new one is a file with a subclass, and a line in `BOUNDS`. Bounds are frozen and hashable.
 
     Attributes:
         analysis: "sound", or "published" for the formulas as a paper prints them.

@@ -23,7 +23,6 @@ from hidden_state_accountants.bounds.shifted_interpolation import (
 )
 from hidden_state_accountants.curves.base import GaussianCurve, RdpCurve
 from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEvent
-from hidden_state_accountants.events.loss_geometry import LossGeometry
 from hidden_state_accountants.guarantee import Assumption, Topic
 from hidden_state_accountants.process.conditions import (
     Unmet,
@@ -79,8 +78,7 @@ def published_rates(
 
 
 def _theorem_4_6(rates: np.ndarray, num_blocks: int, orders: np.ndarray) -> np.ndarray:
-    """The batch of the record is secret and uniform; the blocks' losses add up."""
-    # Chen & Liu 2025, Theorem 4.6, arXiv 2407.08233
+    # Chen & Liu 2025, Theorem 4.6, arXiv 2407.08233: the losses of the blocks add up
     return num_blocks * mean_over_positions(rates, orders)
 
 
@@ -188,14 +186,10 @@ def block_contraction(event: BlockCoordinateDpEvent) -> float | None:
     """
     candidates = (event.update_lipschitz, _proved_update_lipschitz(event))
     known = [candidate for candidate in candidates if candidate is not None]
-    if not known:
-        return None
-    return min(known) * min(1.0, _prox_lipschitz(event))
+    return min(known) * min(1.0, _prox_lipschitz(event)) if known else None
 
 
 def _prox_lipschitz(event: BlockCoordinateDpEvent) -> float:
-    if not event.prox_strong_convexity:
-        return event.prox_lipschitz
     return min(event.prox_lipschitz, 1 / (1 + event.step_size * event.prox_strong_convexity))
 
 
@@ -210,9 +204,8 @@ def _proved_update_lipschitz(event: BlockCoordinateDpEvent) -> float | None:
 def _process(
     event: BlockCoordinateDpEvent, relation: NeighboringRelation, contraction: float
 ) -> NoisyProcess:
-    steps = event.num_steps
+    steps, period = event.num_steps, event.batches_per_epoch
     variances = 2 * event.step_size * event.noise_variances().ravel()
-    period = event.batches_per_epoch
     return NoisyProcess(
         contraction=np.broadcast_to(contraction, steps),
         sensitivity=np.broadcast_to(_sensitivity(event, relation), steps),
@@ -257,18 +250,23 @@ def _sensitivity_text(event: BlockCoordinateDpEvent, relation: NeighboringRelati
 def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption, ...]:
     assumed = [assumptions.FIXED_RECORDS]
     if event.update_lipschitz is not None:
-        assumed.append(
-            Assumption.declared(
-                "the update of the block is Lipschitz with constant "
-                f"{event.update_lipschitz:g} on every data set",
-                Topic.LOSS,
-            )
+        text = (
+            f"the update of the block is Lipschitz with constant {event.update_lipschitz:g} on "
+            "every data set"
         )
-    if event.block_loss is not None:
-        loss = event.block_loss
-        text = f"per-record block loss, of every record that the data could have: {loss!r}"
         assumed.append(Assumption.declared(text, Topic.LOSS))
-        assumed.append(Assumption.declared(_clipping(loss, event), Topic.GRADIENT_NORM))
+    loss = event.block_loss
+    if loss is not None:
+        text = f"per-record block loss, of every record that the data could have: {loss!r}"
+        # S_g does not tell the clip norm: one that is too large would hide that clipping acts.
+        clipping = "the gradient of each record is clipped on its own and as one vector, if at all"
+        if not event.clipping_may_act:
+            clipping = (
+                f"no gradient is ever clipped: each record's, of norm at most {loss.lipschitz:g}, "
+                "lies within the clip norm, and no mean of a batch is clipped"
+            )
+        assumed.append(Assumption.declared(text, Topic.LOSS))
+        assumed.append(Assumption.declared(clipping, Topic.GRADIENT_NORM))
     if event.prox_strong_convexity:
         text = f"{event.prox_strong_convexity:g}-strongly convex regulariser"
         assumed.append(Assumption.declared(text, Topic.REGULARISER))
@@ -276,16 +274,6 @@ def _contraction_assumptions(event: BlockCoordinateDpEvent) -> tuple[Assumption,
     if event.prox_lipschitz < 1:
         text = f"the prox is Lipschitz with constant {event.prox_lipschitz:g}"
     return (*assumed, Assumption.declared(text, Topic.REGULARISER))
-
-
-def _clipping(loss: LossGeometry, event: BlockCoordinateDpEvent) -> str:
-    """S_g does not tell the clip norm: one that is too large would hide that clipping acts."""
-    if event.clipping_may_act:
-        return "the gradient of each record is clipped on its own and as one vector, if at all"
-    return (
-        f"no gradient is ever clipped: each record's, of norm at most {loss.lipschitz:g}, lies "
-        "within the clip norm, and no mean of a batch is clipped"
-    )
 
 
 def _published(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> Proof:
@@ -299,44 +287,37 @@ def _published(event: BlockCoordinateDpEvent, relation: NeighboringRelation) -> 
         lipschitz,
         _prox_lipschitz(event),
     )
+    secret = "the batch that holds the record is secret and uniform"
     return Proof(
         curve=RdpCurve(functools.partial(_theorem_4_6, rates, event.num_blocks)),
         theorem=f"{BlockCoordinate.paper}, as published",
-        assumptions=(
-            *_contraction_assumptions(event),
-            Assumption.declared(
-                "the batch that holds the record is secret and uniform", Topic.ORDER
-            ),
-        ),
+        assumptions=(*_contraction_assumptions(event), Assumption.declared(secret, Topic.ORDER)),
         caveat=_caveat(event, lipschitz),
     )
 
 
 def _published_update_lipschitz(event: BlockCoordinateDpEvent) -> float | None:
-    if event.update_lipschitz is not None:
-        return event.update_lipschitz
     loss = event.block_loss
-    if loss is None or loss.exponent != 1:
-        return None
+    if event.update_lipschitz is not None or loss is None or loss.exponent != 1:
+        return event.update_lipschitz
     # Chen & Liu 2025, Lemma 4.1 (constant step) and Lemma B.1, arXiv 2407.08233
     return abs(1 - event.step_size * loss.smoothness)
 
 
 def _caveat(event: BlockCoordinateDpEvent, lipschitz: float) -> str:
     reasons = []
-    if event.update_lipschitz is None:
-        proved = _proved_update_lipschitz(event)
-        assert proved is not None  # _published_update_lipschitz found a loss
-        if lipschitz < proved:
+    proved = _proved_update_lipschitz(event)
+    if event.update_lipschitz is not None:
+        if lipschitz < 1:
             reasons.append(
-                f"Lemma 4.1 claims the contraction |1 - eta*beta| = {lipschitz:.4g}, but "
-                "directions without curvature are not contracted and clipping can expand: the "
-                f"constant is {proved:.4g}"
+                f"the contraction {lipschitz:.4g} is declared: Lemma 4.1 derives it from "
+                "convexity, which gives none"
             )
-    elif lipschitz < 1:
+    elif proved is not None and lipschitz < proved:
         reasons.append(
-            f"the contraction {lipschitz:.4g} is declared: Lemma 4.1 derives it from convexity, "
-            "which gives none"
+            f"Lemma 4.1 claims the contraction |1 - eta*beta| = {lipschitz:.4g}, but directions "
+            "without curvature are not contracted and clipping can expand: the constant is "
+            f"{proved:.4g}"
         )
     if _prox_lipschitz(event) < 1:
         reasons.append(

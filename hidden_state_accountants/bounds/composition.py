@@ -16,6 +16,7 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.bounds.base import Bound, Citation, Proof
+from hidden_state_accountants.bounds.solvers.rounding import fewer, geometric
 from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.balls_in_bins import bins_curve
 from hidden_state_accountants.curves.base import Curve, GaussianCurve, with_delta
@@ -38,7 +39,7 @@ _REPLACE_ONE = NeighboringRelation.REPLACE_ONE
 _SAMPLED = (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT)
 _MANY_LEVELS = 100  # of noise, which are then rounded to fewer: a larger mu is less private
 _FEW_LEVELS = 4  # of epochs of balls in bins: each takes a second
-_APART = 0.004  # of their logarithms; epsilon grows by half of that on average
+_APART = 1.004  # ratio of these; epsilon grows by half of that on average
 
 
 @attrs.frozen
@@ -120,24 +121,18 @@ def record_mus(event: LastIterateDpEvent) -> np.ndarray:
     return np.where(moves, ratio, 0.0)
 
 
-@functools.lru_cache(maxsize=6)  # composition and its amplification evaluate the same curve
+@functools.lru_cache(maxsize=2)  # composition and its amplification evaluate the same curve
 def composed_steps(event: LastIterateDpEvent, relation: NeighboringRelation) -> Curve:
     """All steps of a POISSON or WITHOUT_REPLACEMENT run, with every iterate released."""
     mus, counts = values_and_counts(record_mus(event))
     if not np.isfinite(mus).all():
         return GaussianCurve(math.inf)
     if len(mus) > _MANY_LEVELS:  # every one of them is a mechanism of its own
-        mus, counts = _fewer(mus, counts, _APART)
-    return compose_curves(
-        [
-            (step_curve(event, relation, mu), count)
-            for mu, count in zip(mus.tolist(), counts.tolist(), strict=True)
-            if mu
-        ]
-    )
+        mus, counts = fewer(mus, counts, geometric(mus, _APART))
+    levels = zip(mus.tolist(), counts.astype(int).tolist(), strict=True)
+    return compose_curves([(step_curve(event, relation, mu), n) for mu, n in levels if mu])
 
 
-@functools.lru_cache(maxsize=6)
 def composed_bins(event: LastIterateDpEvent, relation: NeighboringRelation) -> Curve:
     """All steps of balls in bins, all iterates released: every draw is as bad as its worst bin."""
     bins, is_replaced = event.batches_per_epoch, relation is _REPLACE_ONE
@@ -146,33 +141,17 @@ def composed_bins(event: LastIterateDpEvent, relation: NeighboringRelation) -> C
         squares = np.pad(record_mus(event) ** 2, (0, -event.num_steps % bins)).reshape(-1, bins)
         if is_one_draw:
             squares = squares.sum(axis=0, keepdims=True)
-        mus, counts = _levels(np.sqrt(squares.max(axis=1)))
+        mus, counts = np.unique(np.sqrt(squares.max(axis=1)), return_counts=True)
+        positive = mus[mus > 0]
+        if len(mus) > _FEW_LEVELS and np.isfinite(mus).all():
+            edges = np.append(0.0, np.geomspace(positive[0], positive[-1], _FEW_LEVELS + 1))
+            mus, counts = fewer(mus, counts, edges)
     else:
         mus, counts = record_mus(event)[:1], np.array([-(-event.num_steps // bins)])
         if is_one_draw:
             mus, counts = mus * np.sqrt(counts), np.ones(1, dtype=int)
-    return compose_curves(
-        [
-            (bins_curve(mu, bins, is_replaced=is_replaced), count)
-            for mu, count in zip(mus.tolist(), counts.tolist(), strict=True)
-        ]
-    )
-
-
-def _levels(mus: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Few values that are no smaller, and how often each occurs."""
-    values, counts = np.unique(mus, return_counts=True)
-    if len(values) <= _FEW_LEVELS or not np.isfinite(values).all():
-        return values, counts
-    return _fewer(values, counts, math.log(values[-1] / values[values > 0][0]) / _FEW_LEVELS)
-
-
-def _fewer(mus: np.ndarray, counts: np.ndarray, apart: float) -> tuple[np.ndarray, np.ndarray]:
-    """Values that are rounded up, so that their logarithms are at least so far apart."""
-    with np.errstate(divide="ignore"):
-        rounded = np.exp(np.ceil(np.log(mus) / apart) * apart)
-    mus, places = np.unique(np.maximum(mus, rounded), return_inverse=True)
-    return mus, np.bincount(places, counts).astype(int)
+    levels = zip(mus.tolist(), counts.astype(int).tolist(), strict=True)
+    return compose_curves([(bins_curve(mu, bins, is_replaced=is_replaced), n) for mu, n in levels])
 
 
 def step_curve(event: LastIterateDpEvent, relation: NeighboringRelation, mu: float) -> Curve:

@@ -5,8 +5,6 @@ where it is not asked the place is revealed, and the guarantee is the mean over 
 
 .. math:: \delta(\varepsilon) \le \frac1l \sum_j \delta_{\mu_j}(\varepsilon), \qquad
           D_\alpha \le \frac{1}{\alpha-1}\log\frac1l\sum_j e^{(\alpha-1)\alpha\mu_j^2/2}
-
-(docs/theory/hidden_place.md).
 """
 
 from __future__ import annotations
@@ -21,9 +19,6 @@ from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.shifted_interpolation import (
-    distance_anywhere,
-    distance_before_tail,
-    largest_distance,
     mu_squared_by_position,
     segment_mu_squared,
 )
@@ -32,12 +27,8 @@ from hidden_state_accountants.bounds.solvers.carries import (
     best_carries,
     carried_curve,
 )
-from hidden_state_accountants.bounds.solvers.shifts import (
-    LONG,
-    by_tails,
-    least_mu_squared,
-    mu_squared_of_equal_steps,
-)
+from hidden_state_accountants.bounds.solvers.rounding import fewer, geometric
+from hidden_state_accountants.bounds.solvers.shifts import mu_squared_of_equal_steps
 from hidden_state_accountants.bounds.solvers.two_places import (
     hidden_places,
     places_of_fresh_orders,
@@ -48,6 +39,7 @@ from hidden_state_accountants.curves.hidden_place import HiddenPlaceCurve, Place
 from hidden_state_accountants.events.batch_order import BatchOrder
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process.conditions import UnmetCondition
+from hidden_state_accountants.process.distances import distance_after
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
     noisy_process,
@@ -61,8 +53,7 @@ _CITATION = Citation(
 _OfLaw = Callable[[GaussianMixtureCurve], Curve]
 _MANY_STEPS = 100_000  # that carries take a second for
 _MANY_PLACES = 2_500  # whose curve takes half a second
-# Fractions of the largest mu, so close that those between two of them are within .3 %.
-_ALIKE = np.append(np.geomspace(1e-12, 1e-2, 400, endpoint=False), np.geomspace(1e-2, 1, 1600))
+_ALIKE = 1.004  # ratio of the mus of places that count as one then
 _FORGOTTEN = 0.02  # product of the moduli of an epoch, with which the one before it is not asked
 
 
@@ -156,6 +147,22 @@ class Reshuffled(HiddenStateBound):
         return Proof(curve=best_curve(curves), theorem=theorem)
 
 
+def by_place(mu_squared: np.ndarray, period: int) -> np.ndarray:
+    """The mu of every place; 0 at those beyond the array, which are never reached."""
+    return np.sqrt(np.pad(mu_squared, (0, period - len(mu_squared))))
+
+
+def mean_over_places(mus: np.ndarray) -> GaussianMixtureCurve:
+    """The mean over equally likely places; many that are alike all count as the largest of them."""
+    weights = np.full(len(mus), 1 / len(mus))
+    if len(mus) > _MANY_PLACES:
+        mus, weights = fewer(mus, weights, geometric(mus, _ALIKE))
+    return GaussianMixtureCurve(weights, mus)
+
+
+# An order for every epoch
+
+
 def bounds_of_fresh_orders(process: NoisyProcess, of_law: _OfLaw = lambda law: law) -> list[Curve]:
     """The bounds that are asked where every epoch has an order, or draws, of its own."""
     over_ends = carried(process)
@@ -165,61 +172,6 @@ def bounds_of_fresh_orders(process: NoisyProcess, of_law: _OfLaw = lambda law: l
     if process.is_constant and not process.release_steps and not process.expands:
         curves.append(of_law(late_participations(process)))
     return curves
-
-
-def _hidden_in_the_last_epochs(
-    event: LastIterateDpEvent, relation: NeighboringRelation, process: NoisyProcess
-) -> HiddenPlaceCurve | None:
-    """Theorem F on the last epochs, after the largest distance that those before them leave."""
-    # A missing record moves the mean of a microbatch by as much as another one.
-    if process.release_steps or event.is_microbatched:
-        return None
-    is_replaced = relation is NeighboringRelation.REPLACE_ONE
-    found: list[Places] = []
-    for number in (1, 2)[: -(-process.num_steps // process.period)]:
-        last, distance = last_epochs(process, number)
-        is_whole = last.num_steps % process.period == 0
-        if number == 2 and is_whole and last.contraction[-process.period :].prod() < _FORGOTTEN:
-            break  # one epoch hides all
-        if distance < math.inf:
-            found += places_of_fresh_orders(last, distance, is_replaced=is_replaced)
-    if not found:
-        return None
-    return HiddenPlaceCurve(tuple(found), GaussianMixtureCurve(found[0].weights, found[0].between))
-
-
-def last_epochs(process: NoisyProcess, number: int = 1) -> tuple[NoisyProcess, float]:
-    """The last epochs of a run without releases, and the largest distance that others leave."""
-    period, distance = process.period, 0.0
-    start = max(0, -(-process.num_steps // period) - number) * period
-    if process.is_constant:
-        c, sensitivity = float(process.contraction[0]), float(process.sensitivity[0])
-        distance = largest_distance(c, sensitivity, period, start) * (1 + 1e-9)
-    else:
-        moduli = process.contraction[:start].reshape(-1, period)
-        later = np.ones_like(moduli)
-        later[:, :-1] = np.cumprod(moduli[:, :0:-1], axis=1)[:, ::-1]
-        largest = (process.sensitivity[:start].reshape(-1, period) * later).max(axis=1)
-        for whole, own in zip((moduli[:, 0] * later[:, 0]).tolist(), largest.tolist(), strict=True):
-            distance = (whole * distance + own) * (1 + 4e-16 * (period + 4))
-    return process.from_step(start), min(distance, process.domain_diameter)
-
-
-def by_place(mu_squared: np.ndarray, period: int) -> np.ndarray:
-    """The mu of every place; 0 at those beyond the array, which are never reached."""
-    return np.sqrt(np.pad(mu_squared, (0, period - len(mu_squared))))
-
-
-def mean_over_places(mus: np.ndarray) -> GaussianMixtureCurve:
-    """The mean over equally likely places; many that are alike all count as the largest of them."""
-    weights = np.full(len(mus), 1 / len(mus))
-    top = mus.max()
-    if len(mus) > _MANY_PLACES and 0 < top < math.inf:
-        group = np.searchsorted(top * _ALIKE, mus)
-        largest = np.zeros(len(_ALIKE))
-        np.maximum.at(largest, group, mus)
-        weights, mus = np.bincount(group, weights, minlength=len(_ALIKE)), largest
-    return GaussianMixtureCurve(weights, mus)
 
 
 def carried(process: NoisyProcess) -> GaussianMixtureCurve | None:
@@ -265,32 +217,11 @@ def epoch_by_epoch(process: NoisyProcess, of_law: _OfLaw) -> Curve:
 
 def late_participations(process: NoisyProcess) -> GaussianMixtureCurve:
     """Equal steps with c <= 1: in the last batch of every epoch but the last one."""
-    period, steps = process.period, process.num_steps
-    c, sensitivity, sigma = (
+    c, s, sigma = (
         float(array[0]) for array in (process.contraction, process.sensitivity, process.noise_std)
     )
-    mu_squared = np.full(period, np.inf)
-    if min(c, sensitivity, sigma) > 0:
-        mu_squared = late_mu_squared(c, sensitivity / sigma, period, steps)
-
-    def of_tail(tail: int) -> np.ndarray:
-        # Windows start from a distance that holds for every order: under the bounded drift alone a
-        # later participation need not cost more.
-        tail_steps, before = slice(steps - tail, steps), steps - tail
-        initial = distance_before_tail(process, before) if before else 0.0
-        at_the_end = process.sensitivity_at(period - 1, tail_steps).copy()
-        at_the_end[-1] = process.sensitivity[-1]
-        last = least_mu_squared(
-            process.contraction[tail_steps],
-            at_the_end,
-            process.noise_std[tail_steps],
-            initial_shift=initial,
-            known_shift=distance_anywhere(process, before, steps, initial),
-        )
-        return np.array([last])
-
-    windows = of_tail(steps) if steps <= LONG else by_tails(steps, of_tail)
-    return mean_over_places(by_place(np.minimum(mu_squared, windows), period))
+    shift = s / sigma if sigma else (math.inf if s else 0.0)
+    return mean_over_places(np.sqrt(late_mu_squared(c, shift, process.period, process.num_steps)))
 
 
 def late_mu_squared(
@@ -309,3 +240,31 @@ def late_mu_squared(
         last=np.where(is_in_it, left - position, left + 1),
         gap=np.where(is_in_it, position + 1, period),
     )
+
+
+def _hidden_in_the_last_epochs(
+    event: LastIterateDpEvent, relation: NeighboringRelation, process: NoisyProcess
+) -> HiddenPlaceCurve | None:
+    """Theorem F on the last epochs, after the largest distance that those before them leave."""
+    # A missing record moves the mean of a microbatch by as much as another one.
+    if process.release_steps or event.is_microbatched:
+        return None
+    is_replaced = relation is NeighboringRelation.REPLACE_ONE
+    found: list[Places] = []
+    for number in (1, 2)[: -(-process.num_steps // process.period)]:
+        last, distance = last_epochs(process, number)
+        is_whole = last.num_steps % process.period == 0
+        if number == 2 and is_whole and last.contraction[-process.period :].prod() < _FORGOTTEN:
+            break  # one epoch hides all
+        if distance < math.inf:
+            found += places_of_fresh_orders(last, distance, is_replaced=is_replaced)
+    if not found:
+        return None
+    return HiddenPlaceCurve(tuple(found), GaussianMixtureCurve(found[0].weights, found[0].between))
+
+
+def last_epochs(process: NoisyProcess, number: int = 1) -> tuple[NoisyProcess, float]:
+    """The last epochs of a run without releases, and the largest distance that others leave."""
+    period = process.period
+    start = max(0, -(-process.num_steps // period) - number) * period
+    return process.from_step(start), distance_after(process, start)

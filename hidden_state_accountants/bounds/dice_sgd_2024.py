@@ -23,11 +23,11 @@ from scipy import stats
 from hidden_state_accountants.bounds import assumptions
 from hidden_state_accountants.bounds.base import PUBLISHED, SOUND, Bound, Citation, Proof
 from hidden_state_accountants.bounds.solvers.inclusion_counts import Inclusions, inclusions
+from hidden_state_accountants.bounds.solvers.rounding import fewer, geometric
 from hidden_state_accountants.curves.base import (
     Curve,
     GaussianCurve,
     GaussianMixtureCurve,
-    SquareRootCurve,
     best_curve,
     epsilon_from_rdp,
     with_delta,
@@ -207,7 +207,10 @@ def sound_curve(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Curve:
         mu = np.where(squared > 0, np.sqrt(squared) / event.noise_std, 0.0)
     if order in (BatchOrder.FULL, BatchOrder.CYCLIC) or rate == 1:
         return GaussianCurve(float(mu.max()))
-    revealed = GaussianMixtureCurve(patterns.weights, _fewer(mu))
+    weights = patterns.weights
+    if len(mu) > _MOST_COMPONENTS:
+        mu, weights = fewer(mu, weights, geometric(mu, _COMPONENT_RATIO))
+    revealed = GaussianMixtureCurve(weights, mu)
     curves: list[Curve] = [revealed]
     if event.noise_std > 0:
         if order is BatchOrder.POISSON and relation is not _REPLACE_ONE:
@@ -215,17 +218,6 @@ def sound_curve(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Curve:
         if order is BatchOrder.WITHOUT_REPLACEMENT and effect.deposit == 0:
             curves.append(_plain_without_replacement(event, relation))
     return best_curve(curves)
-
-
-def _fewer(mus: np.ndarray) -> np.ndarray:
-    """Many different values are rounded up, to a geometric grid."""
-    largest = mus.max()
-    if len(mus) <= _MOST_COMPONENTS or not 0 < largest < math.inf:
-        return mus
-    with np.errstate(divide="ignore"):
-        steps = np.log(largest / mus) / math.log(_COMPONENT_RATIO)
-    up = largest * _COMPONENT_RATIO ** -np.floor(steps * (1 - 1e-12))
-    return np.where(mus > 0, np.maximum(up, mus), 0.0)
 
 
 def _subsampled(event: DiceSgdDpEvent, effect: Effect, other_epsilon: float) -> list[Curve]:
@@ -279,6 +271,29 @@ def _plain_without_replacement(event: DiceSgdDpEvent, relation: NeighboringRelat
 
 
 # --- as printed: not sound --------------------------------------------------------------------
+
+
+@attrs.frozen
+class SquareRootCurve(Curve):
+    """epsilon = sqrt(scale * log(1/delta)), with a Renyi divergence of alpha * scale / 2.
+
+    Nothing satisfies it at small epsilons: it is what the paper claims, not what can be proved.
+    """
+
+    scale: float
+
+    def epsilon(self, delta: float) -> float:
+        if delta >= 1:
+            return 0.0
+        return math.sqrt(self.scale * math.log(1 / delta)) if delta > 0 else math.inf
+
+    def delta(self, epsilon: float) -> float:
+        if self.scale == math.inf or epsilon == 0:
+            return 1.0
+        return math.exp(-(epsilon**2) / self.scale)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return orders * self.scale / 2
 
 
 def _published_curve(event: DiceSgdDpEvent) -> SquareRootCurve:

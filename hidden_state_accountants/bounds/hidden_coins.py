@@ -18,9 +18,10 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.solvers import coin_costs, cycle_costs
 from hidden_state_accountants.bounds.solvers.coin_costs import CoinSteps
-from hidden_state_accountants.bounds.solvers.distance_law import DistanceLaw
+from hidden_state_accountants.bounds.solvers.rounding import fewer, geometric
+from hidden_state_accountants.bounds.solvers.windows import DistanceLaw
 from hidden_state_accountants.curves.base import (
-    ComposableCurve,
+    Curve,
     GaussianCurve,
     GaussianMixtureCurve,
     with_delta,
@@ -44,7 +45,7 @@ _NEARLY_ONE = 4.0  # T (1 - c) up to which the law for c = 1 is asked; it is eno
 _DENSE = 20.0  # times the square of that participations are expected
 _FORGOTTEN = 1e-12  # share of a step that equal ones before may leave
 _MOST_STEPS = 2_000_000  # that are looked at one by one
-_FINE, _COARSE = 1.004, 1.01  # ratios of neighbouring levels: of a mixture, and of places
+_FINE, _COARSE = 1.003, 1.01  # ratios of neighbouring levels: of a mixture, and of places
 
 
 @attrs.frozen
@@ -110,7 +111,7 @@ class HiddenCoins(HiddenStateBound):
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
         """The segments between releases, each with the law of its coins."""
         process, failure = _of_one_record(event, relation)
-        curves: list[tuple[ComposableCurve, int]] = []
+        curves: list[tuple[Curve, int]] = []
         for (start, stop), count in segments(event).items():
             law = _law(process, start, stop, event.sampling_probability)
             if law is None:
@@ -157,7 +158,7 @@ def _law(process: NoisyProcess, start: int, stop: int, rate: float) -> DistanceL
     return coin_costs.law_of_tails(tails) if tails else None
 
 
-@functools.lru_cache(maxsize=32)  # of other relations and of other noise, too
+@functools.lru_cache(maxsize=8)  # of other relations and of other noise, too
 def _law_of_equal_steps(contraction: float, num_steps: int, rate: float) -> DistanceLaw | None:
     """In units of what one step adds to the distance, divided by its noise."""
     tails, forgets = [], num_steps * (1 - contraction)
@@ -178,14 +179,12 @@ def _law_of_equal_steps(contraction: float, num_steps: int, rate: float) -> Dist
     return coin_costs.law_of_tails(tails) if tails else None
 
 
-def _curve(
-    event: LastIterateDpEvent, relation: NeighboringRelation, law: DistanceLaw
-) -> ComposableCurve:
+def _curve(event: LastIterateDpEvent, relation: NeighboringRelation, law: DistanceLaw) -> Curve:
     """Theorem E or F of a law; what is `rare` has the largest distance."""
     is_replaced = relation is _REPLACE_ONE
     is_poisson = event.batch_order is BatchOrder.POISSON
-    law = law.on_geometric_levels(_FINE if is_poisson else _COARSE)
-    weights, mus = law.probabilities.copy(), law.levels
+    edges = geometric(law.levels, _FINE if is_poisson else _COARSE)
+    mus, weights = fewer(law.levels, law.probabilities, edges)
     weights[-1] += law.rare
     if is_poisson:
         return HiddenMixtureCurve(weights, mus, is_replaced=is_replaced)

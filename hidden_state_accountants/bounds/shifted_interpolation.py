@@ -1,7 +1,12 @@
 r"""Theorem A: the last iterate of a run with deterministic batches is exactly mu-GDP.
 
-Source: the shifted interpolation of Bok, Su, Altschuler 2024 (arXiv 2403.00278), with optimal
-shifts, domain windows and the worst position of the record (docs/theory/theorem_a.md).
+.. math::
+    \mu^2 = \min_{\tau,\, a \ge 0} \sum_{t > \tau} (a_t/\sigma_t)^2 \quad\text{with}\quad
+    z_\tau = D_\tau,\; z_t = c_t z_{t-1} + s_t - a_t \ge 0,\; z_T = 0
+
+D_tau bounds the distance of the two runs before the window: it is 0 at tau = 0, and what the domain
+and the bounded drift leave of it elsewhere. Source: the shifted interpolation of Bok, Su,
+Altschuler 2024 (arXiv 2403.00278), with optimal shifts (docs/theory/theorem_a.md).
 """
 
 from __future__ import annotations
@@ -30,16 +35,19 @@ from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.events.batch_order import sensitivity_in_clip_norms
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.process.conditions import UnmetCondition
+from hidden_state_accountants.process.distances import (
+    distance_after,
+    distance_by_moduli,
+    tracked_distances,
+)
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
     noisy_process,
     unmet_conditions,
 )
 
-_BLOCK = 256  # steps whose distances are computed at once
 _MOST_SCANNED = 500_000  # steps times positions: a second
-_ROUNDING = 1e-12  # relative; more than all rounding errors of a block together
-_LARGEST_PRODUCT = 1e150  # of the moduli of a block, and its inverse: far from underflow
+_ROUNDING = 1e-12  # relative, of the mu of two positions
 
 
 def shifted_gdp_mu(
@@ -135,7 +143,7 @@ def position_mus(event: LastIterateDpEvent, relation: NeighboringRelation) -> np
 
 
 def worst_mu_squared(process: NoisyProcess) -> float:
-    """mu**2 of the worst position of the record (theory 1.2).
+    """mu**2 of the worst position of the record.
 
     With constant parameters and one release that is the batch processed last, whatever c is: the
     shifts for it, moved to the left, serve every other position. Otherwise windows are tried
@@ -205,16 +213,6 @@ def _without_windows(
     return np.append(by_step, 0.0)[np.minimum(offsets, len(by_step))]
 
 
-def _may_be_cut(process: NoisyProcess, num_steps: int) -> bool:
-    """Returns whether, in equal steps, the domain or the bounded drift could ever be smaller."""
-    c, s = float(process.contraction[0]), float(process.sensitivity[0])
-    kappa, drift = float(process.drift_contraction[0]), float(process.drift[0])
-    largest = largest_distance(c, s, process.period, num_steps)
-    if largest == math.inf:
-        return True
-    return any(c * d + s > min(kappa * d + drift, process.domain_diameter) for d in (0.0, largest))
-
-
 def _from_common_start(
     process: NoisyProcess, start: int, stop: int, positions: Sequence[int]
 ) -> np.ndarray:
@@ -233,57 +231,14 @@ def _from_common_start(
     )
 
 
-def distance_anywhere(
-    process: NoisyProcess, start: int, stop: int, initial: float = 0.0
-) -> np.ndarray:
-    """Bound on |X_tau - X'_tau| for any position: tracking by domain and drift alone."""
-    # The first branch is infinite, the others are not.
-    sensitivity = np.full(stop - start, np.inf)
-    distances, is_cut = tracked_distances(process, slice(start, stop), sensitivity, initial)
-    return np.where(is_cut, distances, np.nan)
-
-
-def distance_before_tail(process: NoisyProcess, num_steps: int) -> float:
-    """The largest `distance_anywhere` after `num_steps` equal steps, rounded up."""
-    kappa, drift = float(process.drift_contraction[0]), float(process.drift[0])
-    if kappa == 1:
-        moved = drift * num_steps
-    elif kappa == 0:
-        moved = drift
-    else:
-        moved = drift * math.expm1(math.log(kappa) * num_steps) / (kappa - 1)
-    return min(process.domain_diameter, moved * (1 + 1e-9))
-
-
-def largest_distance(contraction: float, sensitivity: float, period: int, num_steps: int) -> float:
-    """No two runs are farther apart after any number of steps up to `num_steps`."""
-    participations = -(-num_steps // period)
-    if not sensitivity or not num_steps:
-        return 0.0
-    if contraction == 1:
-        return sensitivity * participations
-    if contraction < 1:
-        log = math.log(contraction) if contraction else -math.inf
-        return sensitivity * math.expm1(log * period * participations) / math.expm1(log * period)
-    log = math.log(contraction)
-    if log * (period * participations + period) > 700:
-        return math.inf
-    ratio = math.expm1(log * period * participations) / math.expm1(log * period)
-    return sensitivity * math.exp(log * period) * ratio
-
-
 def _segment_at(process: NoisyProcess, position: int, start: int, stop: int) -> float:
+    """mu**2 of a segment for one position, from the best window of those that may start in it."""
     if process.is_constant and not _may_be_cut(process, stop - start):
         return float(_from_common_start(process, start, stop, [position])[0])
 
     def of_tail(tail: int) -> np.ndarray:
-        steps = slice(stop - tail, stop)
-        before = stop - start - tail
-        initial = 0.0
-        if before:
-            c, s = float(process.contraction[0]), float(process.sensitivity[0])
-            by_moduli = largest_distance(c, s, process.period, before) * (1 + 1e-9)
-            initial = min(by_moduli, distance_before_tail(process, before))
+        steps, before = slice(stop - tail, stop), stop - start - tail
+        initial = distance_after(process, before) if before else 0.0
         sensitivity = process.sensitivity_at(position, steps)
         mu_squared = least_mu_squared(
             process.contraction[steps],
@@ -300,61 +255,14 @@ def _segment_at(process: NoisyProcess, position: int, start: int, stop: int) -> 
     return float(np.minimum(by_tails(stop - start, of_tail), from_start)[0])
 
 
-def tracked_distances(
-    process: NoisyProcess, steps: slice, sensitivity: np.ndarray, initial: float = 0.0
-) -> tuple[np.ndarray, np.ndarray]:
-    """Forward tracking of |X_tau - X'_tau|, theory 1, and where the domain or the drift cuts it.
-
-        D_t = min(c_t D_{t-1} + s_t,  kappa_t D_{t-1} + drift_t,  R),  D_0 = initial
-
-    Both of shape (T + 1,) for tau = 0..T.
-    """
-    if not process.is_constant:
-        straight = _uncut_distances(process, steps, sensitivity, initial)
-        if straight is not None:
-            return straight, np.zeros(len(straight), dtype=bool)
-    distances, is_cut = [initial], [False]
-    values = zip(
-        process.contraction[steps].tolist(),
-        sensitivity.tolist(),
-        process.drift_contraction[steps].tolist(),
-        process.drift[steps].tolist(),
-        strict=True,
-    )
-    for c, s, kappa, offset in values:
-        distance = distances[-1]
-        stretched = c * distance + s
-        capped = min(kappa * distance + offset, process.domain_diameter)
-        is_cut.append(capped < stretched)
-        distances.append(capped if capped < stretched else stretched)
-        if process.is_constant and distances[-1] == distance and process.period == 1:
-            break  # and so it is in all later steps
-    rest = len(sensitivity) + 1 - len(distances)
-    return np.pad(distances, (0, rest), "edge"), np.pad(is_cut, (0, rest), "edge")
-
-
-def _uncut_distances(
-    process: NoisyProcess, steps: slice, sensitivity: np.ndarray, initial: float
-) -> np.ndarray | None:
-    """`tracked_distances` where nothing cuts them, many steps at once; None otherwise."""
-    c, kappa, offset = (
-        array[steps] for array in (process.contraction, process.drift_contraction, process.drift)
-    )
-    distances = [np.array([initial])]
-    with np.errstate(all="ignore"):
-        for first in range(0, len(c), _BLOCK):
-            block = slice(first, first + _BLOCK)
-            products, before = np.cumprod(c[block]), float(distances[-1][-1])
-            if not 1 / _LARGEST_PRODUCT < products.min() <= products.max() < _LARGEST_PRODUCT:
-                return None
-            found = products * (before + np.cumsum(sensitivity[block] / products))
-            found *= 1 + _ROUNDING
-            last = np.append(before, found[:-1])
-            limit = np.minimum(kappa[block] * last + offset[block], process.domain_diameter)
-            if not (np.isfinite(found) & (found * (1 + 1e-9) < limit)).all():
-                return None
-            distances.append(found)
-    return np.concatenate(distances)
+def _may_be_cut(process: NoisyProcess, num_steps: int) -> bool:
+    """Returns whether, in equal steps, the domain or the bounded drift could ever be smaller."""
+    c, s = float(process.contraction[0]), float(process.sensitivity[0])
+    kappa, drift = float(process.drift_contraction[0]), float(process.drift[0])
+    largest = distance_by_moduli(process, num_steps)
+    if largest == math.inf:
+        return True
+    return any(c * d + s > min(kappa * d + drift, process.domain_diameter) for d in (0.0, largest))
 
 
 def _known_shift(

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 
 import attrs
+import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 
@@ -31,25 +32,20 @@ from hidden_state_accountants.bounds.composition import (
     step_curve,
     step_profile,
 )
-from hidden_state_accountants.bounds.shifted_interpolation import (
-    distance_before_tail,
-    largest_distance,
-    tracked_distances,
-)
 from hidden_state_accountants.bounds.solvers.windows import (
+    FINE,
     Plan,
     SampledSteps,
     Window,
     Windows,
     best_plan,
     moved,
-    window_of,
 )
 from hidden_state_accountants.curves.base import (
     Curve,
-    CurveForSmallDeltas,
     GaussianCurve,
     GaussianMixtureCurve,
+    Known,
     best_curve,
     with_delta,
 )
@@ -59,6 +55,7 @@ from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.events.schedule import Schedule, mapped, values_and_counts
 from hidden_state_accountants.process import conditions
 from hidden_state_accountants.process.conditions import Unmet
+from hidden_state_accountants.process.distances import distance_after, tracked_distances
 from hidden_state_accountants.process.noisy_process import (
     NoisyProcess,
     noisy_process,
@@ -75,7 +72,7 @@ _MOST_PLANS = 64  # that are remembered, of a few numbers each
 _FEW_SEGMENTS = 8  # more of them are planned as a power of two
 _NOISES_PER_DOUBLING = 8  # noise multipliers for which runs are searched
 _DIGITS = 12  # of the noise of a schedule beside its first
-_SMALL_DELTA = 1e-7  # from here on a second plan counts beside the first one
+_SMALL_DELTA = 1e-7  # the largest one that is planned as `FOR_SMALL_DELTAS`
 
 
 @attrs.frozen
@@ -125,69 +122,230 @@ class Subsampling(HiddenStateBound):
         ]
 
     def prove(self, event: LastIterateDpEvent, relation: NeighboringRelation) -> Proof:
-        """The best window found, segment by segment, of both plans."""
-        run = _planned(event, relation)
-        curve = with_delta(run.released_curve(event), run.failure)
-        if run.failure <= USUAL.failure:  # as planned
-            small = functools.partial(_for_small_deltas, event, relation)
-            curve = best_curve([curve, CurveForSmallDeltas(curve, _SMALL_DELTA, small)])
+        """The best windows found, segment by segment."""
+        run = planned_run(event, relation)
+        curve = run.released_curve(event)
+        if run.failure <= USUAL.failure:  # else a cap acts, with a probability that counts
+            curve = PlannedCurve(event, relation, curve)
         return Proof(curve=curve, theorem=f"{self.cited('Theorem C')}, sampled batches")
 
 
-def _for_small_deltas(event: LastIterateDpEvent, relation: NeighboringRelation) -> Curve:
-    """By the plan for smaller deltas."""
-    run = _planned(event, relation, FOR_SMALL_DELTAS)
-    return with_delta(run.released_curve(event), run.failure)
+@attrs.frozen(eq=False, slots=False)
+class PlannedCurve(Curve):
+    """The windows of a run, planned for the delta that is asked: a `usual` or a small one."""
+
+    event: LastIterateDpEvent
+    relation: NeighboringRelation
+    usual: Curve
+
+    @functools.cached_property
+    def small(self) -> Curve:
+        """By the plan for small deltas."""
+        return planned_run(self.event, self.relation, FOR_SMALL_DELTAS).released_curve(self.event)
+
+    def epsilon(self, delta: float) -> float:
+        usual = self.usual.epsilon(delta)
+        if delta > _SMALL_DELTA:
+            return usual
+        # No smaller one at a smaller delta, whichever of the two plans is read off.
+        return min(usual, max(self.small.epsilon(delta), self.usual.epsilon(_SMALL_DELTA)))
+
+    def least_epsilon(self, delta: float) -> float:
+        return self.usual.least_epsilon(delta) if delta > _SMALL_DELTA else 0.0
+
+    def delta(self, epsilon: float) -> float:
+        usual = self.usual.delta(epsilon)
+        return usual if usual > _SMALL_DELTA else min(usual, self.small.delta(epsilon))
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return self.usual.rdp(orders)
+
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        return self.usual.to_dpevent()
+
+    def alternatives(self) -> Known:
+        return best_curve([self.usual, self.small]).alternatives()
 
 
-def _planned(
+def planned_run(
     event: LastIterateDpEvent, relation: NeighboringRelation, target: Target = USUAL
-) -> _SampledRun:
-    """Plans a run.
+) -> SampledRun:
+    """The run, or a longer one of the same steps, with what is planned of its batches.
 
     Equal steps are planned up to the next power of two, so that a run that goes on keeps its plan.
     (Not if there is a cap, which acts with a probability that counts.)
     """
+    if event.has_schedules:  # not kept: its arrays can take a gigabyte
+        return SampledRun.of(attrs.evolve(event, release_steps=()), relation, target)
     steps = event.num_steps
-    if not event.has_schedules and event.max_batch_size is None:
+    if event.max_batch_size is None:
         steps = 2 ** math.ceil(math.log2(steps))
-    planned = attrs.evolve(event, num_steps=steps, release_steps=())
-    # Not kept of a schedule, whose arrays can take a gigabyte.
-    make = _SampledRun.of if event.has_schedules else _equal_steps
-    return make(planned, relation, target)
+    return _equal_steps(attrs.evolve(event, num_steps=steps, release_steps=()), relation, target)
 
 
-@functools.lru_cache(maxsize=6)  # a run that goes on, by both plans
+@functools.lru_cache(maxsize=2)  # a run that goes on, by both plans
 def _equal_steps(
     event: LastIterateDpEvent, relation: NeighboringRelation, target: Target
-) -> _SampledRun:
-    return _SampledRun.of(event, relation, target)
+) -> SampledRun:
+    return SampledRun.of(event, relation, target)
 
 
-@functools.lru_cache(maxsize=6)  # a run that goes on, by both plans
-def _settled_window(run: _SampledRun, num_steps: int, count: int) -> Curve | None:
+@functools.lru_cache(maxsize=2)  # a run that goes on, by both plans
+def _settled_window(run: SampledRun, num_steps: int, count: int) -> Curve | None:
     return run.window(0, num_steps, count)
 
 
-class _Plans:
-    """The latest plans that were searched for.
+_PLANS: dict[Hashable, Plan | None] = {}
+"""The latest plans that were searched for. Of an event the hash is kept: any plan is valid."""
 
-    Of an event the hash is kept, as a schedule can take many megabytes: any plan is valid.
+
+def _remembered(key: Hashable, search: Callable[[], Plan | None]) -> Plan | None:
+    """The plan that was searched for the key, now if it was not before."""
+    found = _PLANS.pop(key) if key in _PLANS else search()
+    _PLANS[key] = found  # the latest is the last one
+    if len(_PLANS) > _MOST_PLANS:
+        del _PLANS[next(iter(_PLANS))]
+    return found
+
+
+@attrs.frozen(eq=False)
+class SampledRun:
+    """A run and what is planned of its batches, which fails with probability `failure`.
+
+    The process has the moduli of the largest batch; `stretching` bounds products of moduli.
     """
 
-    def __init__(self) -> None:
-        self._found: dict[Hashable, Plan | None] = {}
+    event: LastIterateDpEvent
+    relation: NeighboringRelation
+    process: NoisyProcess
+    stretching: Stretching
+    failure: float
+    target: Target
 
-    def of(self, key: Hashable, search: Callable[[], Plan | None]) -> Plan | None:
-        """The plan that was searched for the key, now if it was not before."""
-        found = self._found.pop(key) if key in self._found else search()
-        self._found[key] = found  # the latest is the last one
-        while len(self._found) > _MOST_PLANS:
-            del self._found[next(iter(self._found))]
-        return found
+    @classmethod
+    def of(
+        cls, event: LastIterateDpEvent, relation: NeighboringRelation, target: Target = USUAL
+    ) -> SampledRun:
+        """Half of what may fail is for the sizes of batches, half for products of moduli."""
+        if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
+            process, lines, failure = noisy_process(event, relation, event.batch_size), None, 0.0
+        else:
+            sizes = BatchSizes.of(event, relation, target.failure / 2)
+            process = noisy_process(event, relation, sizes.largest)
+            lines = modulus_lines(event, relation, sizes)
+            failure = event.overfull_delta(relation, sizes.largest)
+        if lines is None:
+            stretching = Stretching.of_moduli(process.contraction, process.is_constant)
+        else:
+            stretching = Stretching.of_sizes(
+                process.contraction, lines, sizes, target.failure / 2, process.is_constant
+            )
+            failure = sizes.failure + target.failure / 2
+        return cls(event, relation, process, stretching, failure, target)
 
+    def released_curve(self, event: LastIterateDpEvent) -> Curve:
+        """All segments between the releases of a run of these steps, composed."""
+        if not np.isfinite(values_and_counts(record_mus(event))[0]).all():
+            return GaussianCurve(math.inf)
+        found = segments(event)
+        if not event.release_steps:
+            curve = self._best(0, event.num_steps, composed_steps(event, self.relation), 1)
+        else:
+            curve = compose_curves(
+                [
+                    (self._segment_curve(start, stop, _as_many(stop - start, found)), count)
+                    for (start, stop), count in found.items()
+                ]
+            )
+        return with_delta(curve, self.failure)
 
-_PLANS = _Plans()
+    def _segment_curve(self, start: int, stop: int, alike: int) -> Curve:
+        whole = self.curve_of(Windows(self.segment(start, stop)).whole())
+        return self._best(start, stop, whole, alike)
+
+    def _best(self, start: int, stop: int, whole: Curve, alike: int) -> Curve:
+        """The best window, or the composition of all steps if that is smaller."""
+        num_steps = stop - start
+        if self.process.is_constant and self._looked_at(num_steps, _FORGOTTEN)[0] < num_steps:
+            # More equal steps before those that are looked at: the distance is no smaller.
+            window = _settled_window(self, self._longer(num_steps), alike)
+        else:
+            window = self.window(start, stop, alike)
+        return whole if window is None else best_curve([window, whole])
+
+    def _longer(self, num_steps: int) -> int:
+        """The next power of two, so that few numbers of equal steps are looked at."""
+        return min(2 ** math.ceil(math.log2(num_steps)), self.process.num_steps)
+
+    def window(self, start: int, stop: int, alike: int) -> Curve | None:
+        """About the best window of a segment; None if the whole segment is better."""
+        steps = self.segment(start, stop)
+        plan = self.plan(start, stop, steps, alike)
+        if plan is None or len(steps.step_mu) == 1:
+            return None
+        length = min(plan.length, len(steps.step_mu) - 1)  # planned for no fewer steps
+        plan = Plan(length, min(plan.shifted, length), plan.beta)
+        profile = step_profile(self.event, self.relation)
+        plan = moved(plan, steps, profile, self.target.delta, alike)
+        return self.curve_of(Windows(steps).window(plan, *FINE))
+
+    def plan(self, start: int, stop: int, steps: SampledSteps, alike: int = 1) -> Plan | None:
+        """About the best window of a segment; None if the whole segment is better.
+
+        Few plans are searched for: of equal steps that of the next power of two, as what holds with
+        a plan for a longer run holds for a shorter one, whose distance is no larger. `alike` is the
+        number of such segments that are composed.
+        """
+        is_constant = self.process.is_constant
+        if is_constant:
+            start, stop = 0, self._longer(stop - start)
+        event, factor = _at_a_level(self.event)
+
+        def search() -> Plan | None:
+            looked_at = self.segment(start, stop, _NEARLY_FORGOTTEN) if is_constant else steps
+            noise_std, step_mu = looked_at.noise_std * factor, looked_at.step_mu / factor
+            scaled = attrs.evolve(looked_at, noise_std=noise_std, step_mu=step_mu)
+            return best_plan(scaled, step_profile(event, self.relation), self.target.delta, alike)
+
+        return _remembered((hash(event), self.relation, self.target, start, stop, alike), search)
+
+    def segment(self, start: int, stop: int, forgotten: float = _FORGOTTEN) -> SampledSteps:
+        """The steps between two releases; the last ones, if many equal ones are before them."""
+        looked_at, initial = self._looked_at(stop - start, forgotten)
+        before, steps = stop - start - looked_at, slice(stop - looked_at, stop)
+        sensitivity = self.process.sensitivity[steps]
+        return SampledSteps(
+            stretching=self.stretching.between(steps.start, stop),
+            distance=tracked_distances(self.process, steps, sensitivity, initial)[0],
+            sensitivity=sensitivity,
+            noise_std=self.process.noise_std[steps],
+            step_mu=record_mus(self.event)[steps],
+            rate=self.event.sampling_probability,
+            is_constant=self.process.is_constant,
+            before=before,
+        )
+
+    def _looked_at(self, num_steps: int, forgotten: float) -> tuple[int, float]:
+        """The number of last steps that windows are searched in, and the distance before them."""
+        if not self.process.is_constant:
+            return num_steps, 0.0
+        limit = forgotten * float(self.process.sensitivity[0])
+        for tail in (tail for tail in _TAILS if tail < num_steps):
+            initial = distance_after(self.process, num_steps - tail)
+            with np.errstate(over="ignore"):
+                kept = float(np.exp(self.stretching.log_product(0, tail)))
+            if initial * kept <= limit or tail == _TAILS[-1]:
+                return tail, initial
+        return num_steps, 0.0
+
+    def curve_of(self, window: Window) -> Curve:
+        """The curve of a pair that dominates a segment."""
+        smallest = max(_NEGLIGIBLE * window.rare, 1e-50)
+        shift = GaussianMixtureCurve(window.shift_weights, window.shift_mus, smallest)
+        steps = [
+            (step_curve(self.event, self.relation, mu), count) for mu, count in window.sampled_mus
+        ]
+        return with_delta(compose_curves([(shift, 1), *steps]), window.rare)
 
 
 def _at_a_level(event: LastIterateDpEvent) -> tuple[LastIterateDpEvent, float]:
@@ -207,144 +365,3 @@ def _as_many(length: int, found: Counter[tuple[int, int]]) -> int:
         count * min(1.0, (stop - start) / length) for (start, stop), count in found.items()
     )
     return round(number) if number < _FEW_SEGMENTS else 2 ** round(math.log2(number))
-
-
-@attrs.frozen(eq=False)
-class _SampledRun:
-    """A run, or a longer one of the same steps, and the plan of its batches.
-
-    The process has the moduli of the largest batch; `stretching` bounds products of moduli. The
-    batches are not as planned with probability `failure`.
-    """
-
-    event: LastIterateDpEvent
-    relation: NeighboringRelation
-    process: NoisyProcess
-    stretching: Stretching
-    failure: float
-    target: Target
-
-    @classmethod
-    def of(
-        cls, event: LastIterateDpEvent, relation: NeighboringRelation, target: Target = USUAL
-    ) -> _SampledRun:
-        """The plan: half of what may fail is for the sizes, half for products of moduli."""
-        if event.batch_order is BatchOrder.WITHOUT_REPLACEMENT:
-            process = noisy_process(event, relation, event.batch_size)
-            stretching = Stretching.of_moduli(process.contraction, process.is_constant)
-            return cls(event, relation, process, stretching, 0.0, target)
-        sizes = BatchSizes.of(event, relation, target.failure / 2)
-        process = noisy_process(event, relation, sizes.largest)
-        lines = modulus_lines(event, relation, sizes)
-        if lines is None:
-            stretching = Stretching.of_moduli(process.contraction, process.is_constant)
-            failure = event.overfull_delta(relation, sizes.largest)
-            return cls(event, relation, process, stretching, failure, target)
-        stretching = Stretching.of_sizes(
-            process.contraction, lines, sizes, target.failure / 2, process.is_constant
-        )
-        failure = sizes.failure + target.failure / 2
-        return cls(event, relation, process, stretching, failure, target)
-
-    def released_curve(self, event: LastIterateDpEvent) -> Curve:
-        """All segments between the releases of a run that is as planned, composed."""
-        if not np.isfinite(values_and_counts(record_mus(event))[0]).all():
-            return GaussianCurve(math.inf)
-        if not event.release_steps:
-            return self._best(0, event.num_steps, composed_steps(event, self.relation), 1)
-        found = segments(event)
-        return compose_curves(
-            [
-                (self._segment_curve(start, stop, _as_many(stop - start, found)), count)
-                for (start, stop), count in found.items()
-            ]
-        )
-
-    def _segment_curve(self, start: int, stop: int, alike: int) -> Curve:
-        whole = self.curve_of(Windows(self.segment(start, stop)).whole())
-        return self._best(start, stop, whole, alike)
-
-    def _best(self, start: int, stop: int, whole: Curve, alike: int) -> Curve:
-        """The best window, or the composition of all steps if that is smaller."""
-        num_steps = stop - start
-        if self.process.is_constant and self._looked_at(num_steps)[0] < num_steps:
-            # More equal steps before those that are looked at: the distance is no smaller.
-            longer = 2 ** math.ceil(math.log2(num_steps))
-            window = _settled_window(self, min(longer, self.process.num_steps), alike)
-        else:
-            window = self.window(start, stop, alike)
-        return whole if window is None else best_curve([window, whole])
-
-    def window(self, start: int, stop: int, alike: int) -> Curve | None:
-        """About the best window of a segment; None if the whole segment is better."""
-        steps = self.segment(start, stop)
-        plan = self.plan(start, stop, steps, alike)
-        if plan is None or len(steps.step_mu) == 1:
-            return None
-        length = min(plan.length, len(steps.step_mu) - 1)  # planned for no fewer steps
-        plan = Plan(length, min(plan.shifted, length), plan.beta)
-        profile = step_profile(self.event, self.relation)
-        plan = moved(plan, steps, profile, self.target.delta, alike)
-        return self.curve_of(window_of(steps, plan))
-
-    def plan(self, start: int, stop: int, steps: SampledSteps, alike: int = 1) -> Plan | None:
-        """About the best window of a segment; None if the whole segment is better.
-
-        Few plans are searched for: of equal steps that of the next power of two, as what holds with
-        a plan for a longer run holds for a shorter one, whose distance is no larger. `alike` is the
-        number of such segments that are composed.
-        """
-        if self.process.is_constant:
-            longer = 2 ** math.ceil(math.log2(stop - start))
-            start, stop = 0, min(longer, self.process.num_steps)
-        event, factor = _at_a_level(self.event)
-
-        def search() -> Plan | None:
-            is_constant = self.process.is_constant
-            looked_at = self.segment(start, stop, _NEARLY_FORGOTTEN) if is_constant else steps
-            noise_std, step_mu = looked_at.noise_std * factor, looked_at.step_mu / factor
-            scaled = attrs.evolve(looked_at, noise_std=noise_std, step_mu=step_mu)
-            profile = step_profile(event, self.relation)
-            return best_plan(scaled, profile, self.target.delta, alike)
-
-        return _PLANS.of((hash(event), self.relation, self.target, start, stop, alike), search)
-
-    def segment(self, start: int, stop: int, forgotten: float = _FORGOTTEN) -> SampledSteps:
-        """The steps between two releases; the last ones, if many equal ones are before them."""
-        looked_at, initial = self._looked_at(stop - start, forgotten)
-        before, steps = stop - start - looked_at, slice(stop - looked_at, stop)
-        sensitivity = self.process.sensitivity[steps]
-        return SampledSteps(
-            stretching=self.stretching.between(steps.start, stop),
-            distance=tracked_distances(self.process, steps, sensitivity, initial)[0],
-            sensitivity=sensitivity,
-            noise_std=self.process.noise_std[steps],
-            step_mu=record_mus(self.event)[steps],
-            rate=self.event.sampling_probability,
-            is_constant=self.process.is_constant,
-            before=before,
-        )
-
-    def _looked_at(self, num_steps: int, forgotten: float = _FORGOTTEN) -> tuple[int, float]:
-        """The number of last steps that windows are searched in, and the distance before them."""
-        if not self.process.is_constant:
-            return num_steps, 0.0
-        c, s = float(self.process.contraction[0]), float(self.process.sensitivity[0])
-        for tail in (tail for tail in _TAILS if tail < num_steps):
-            before = num_steps - tail
-            by_moduli = largest_distance(c, s, 1, before) * (1 + 1e-9)
-            initial = min(by_moduli, distance_before_tail(self.process, before))
-            with np.errstate(over="ignore"):
-                kept = np.exp(self.stretching.log_product(0, tail))
-            if initial * float(kept) <= forgotten * s or tail == _TAILS[-1]:
-                return tail, initial
-        return num_steps, 0.0
-
-    def curve_of(self, window: Window) -> Curve:
-        """The curve of a pair that dominates a segment."""
-        smallest = max(_NEGLIGIBLE * window.rare, 1e-50)
-        shift = GaussianMixtureCurve(window.shift_weights, window.shift_mus, smallest)
-        curves: list[tuple[Curve, int]] = [(shift, 1)]
-        for mu, count in window.sampled_mus:
-            curves.append((step_curve(self.event, self.relation, mu), count))
-        return with_delta(compose_curves(curves), window.rare)

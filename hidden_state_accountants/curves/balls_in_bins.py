@@ -21,7 +21,7 @@ import numpy as np
 from scipy import special
 
 from hidden_state_accountants.curves import profiles
-from hidden_state_accountants.curves.base import ComposableCurve, GaussianCurve
+from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.by_profile import ProfileCurve, hull_profile
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.profiles import Deltas, Profile
@@ -37,7 +37,7 @@ _FEW = 400  # epsilons at which two bounds are joined
 
 
 @functools.lru_cache(maxsize=64)  # epochs are alike, and composed again and again
-def bins_curve(mu: float, bins: int, *, is_replaced: bool) -> ComposableCurve:
+def bins_curve(mu: float, bins: int, *, is_replaced: bool) -> Curve:
     """The curve of one draw of the batch of a record, one of `bins`, every step of which is seen.
 
     mu is the distance that the record makes in its batch, over all steps that it is used in. With

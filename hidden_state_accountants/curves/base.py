@@ -1,4 +1,8 @@
-"""Privacy curves: (epsilon, delta) pairs and Renyi divergences that hold together."""
+"""Privacy curves: (epsilon, delta) pairs and Renyi divergences that hold together.
+
+What a curve is, and the simple ones: Gaussian, a mean of Gaussian ones, by Renyi divergences, by
+privacy losses, and the best of several.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import abc
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import cast
 
 import attrs
 import dp_accounting
@@ -28,6 +31,171 @@ _SMALLEST_DIVERGENCE = 1e-15  # dp-accounting takes the log of 1 - exp(-divergen
 _RELIABLE = 100.0  # times the mass of infinite losses: Renyi divergences are not below such deltas
 _DELTA = 1e-6  # where curves of other kinds than Gaussian are compared
 _MOST_EXACT = 8  # Gaussians that are evaluated at every loss of the grid
+
+
+class Curve(abc.ABC):
+    """A set of (epsilon, delta) pairs and Renyi divergences that hold together."""
+
+    @property
+    def mu(self) -> float | None:
+        """The mu of mu-GDP, None if the curve is not Gaussian."""
+        return None
+
+    @property
+    def largest_mu(self) -> float:
+        """A mu whose Gaussian curve lies nowhere below this one; inf if none is known."""
+        return math.inf if self.mu is None else self.mu
+
+    @abc.abstractmethod
+    def epsilon(self, delta: float) -> float:
+        """Smallest known epsilon for delta in [0, 1]."""
+
+    @abc.abstractmethod
+    def delta(self, epsilon: float) -> float:
+        """Smallest known delta for epsilon in [0, inf]."""
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        """Upper bounds on the Renyi divergences of the orders; inf where none is known."""
+        return np.full(np.shape(orders), math.inf)
+
+    def privacy_losses(self) -> Losses | None:
+        """Pessimistic privacy losses for composition, if the curve has some."""
+        return None
+
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        """A standard event under ADD_OR_REMOVE_ONE whose curve is nowhere below this one, if any.
+
+        The smallest that is known; it may be larger where no standard event has the curve.
+        """
+        return None
+
+    def least_epsilon(self, delta: float) -> float:
+        """A lower bound on `epsilon` that costs little."""
+        return 0.0
+
+    @property
+    def quick(self) -> Curve:
+        """A curve that is nowhere smaller, and little larger, for those who ask for many deltas."""
+        return self
+
+    def alternatives(self) -> Known:
+        """Curves that hold of the mechanism at every delta: what may be composed."""
+        return ((self, 0.0),)
+
+
+Known = tuple[tuple[Curve, float], ...]
+"""Curves of one mechanism, each with the probability that it does not hold, which adds to delta."""
+
+
+@attrs.frozen
+class GaussianCurve(Curve):
+    """mu-GDP: the trade-off of one observation of N(0, 1) against N(mu, 1)."""
+
+    mu: float
+
+    def epsilon(self, delta: float) -> float:
+        return epsilon_from_mu(self.mu, delta)
+
+    def delta(self, epsilon: float) -> float:
+        return delta_from_mu(self.mu, epsilon)
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        return orders * self.mu**2 / 2
+
+    def privacy_losses(self) -> Losses | None:
+        return losses_of(profiles.gaussian(self.mu)) if 0 < self.mu < math.inf else None
+
+    def to_dpevent(self) -> dp_accounting.DpEvent:
+        if self.mu == 0:
+            return dp_accounting.NoOpDpEvent()
+        if self.mu == math.inf:
+            return dp_accounting.NonPrivateDpEvent()
+        return dp_accounting.GaussianDpEvent(1 / self.mu)
+
+
+@attrs.frozen(eq=False, init=False)
+class GaussianMixtureCurve(Curve):
+    r"""The mean of Gaussian curves: a secret, data-independent choice decides which mu applies.
+
+    .. math:: \delta(\varepsilon) = \sum_j p_j\, \delta_{\mu_j}(\varepsilon), \qquad
+              D_\alpha = \frac{1}{\alpha - 1} \log \sum_j p_j\, e^{(\alpha-1)\alpha\mu_j^2/2}
+
+    (joint convexity; the curve is that of the pair in which the choice j is revealed.)
+
+    Args:
+        weights: p_j >= 0 that sum to 1 up to rounding.
+        mus: mu_j in [0, inf].
+        smallest_delta: What its privacy loss takes for infinite; a smaller one makes it longer.
+    """
+
+    weights: np.ndarray
+    mus: np.ndarray
+    smallest_delta: float
+
+    def __init__(self, weights: np.ndarray, mus: np.ndarray, smallest_delta: float = 1e-50):
+        weights, mus = np.asarray(weights, dtype=np.float64), np.asarray(mus, dtype=np.float64)
+        if not (abs(weights.sum() - 1) <= 1e-9 and (weights >= 0).all() and (mus >= 0).all()):
+            raise ValueError(
+                f"Expected weights >= 0 with sum 1 and mus >= 0, got sum {weights.sum()!r}."
+            )
+        mus, index = np.unique(mus[weights > 0], return_inverse=True)
+        weights = np.bincount(index, weights=weights[weights > 0] / weights.sum())
+        self.__attrs_init__(weights, mus, smallest_delta)
+
+    @property
+    def mu(self) -> float | None:
+        """The common mu, if there is only one."""
+        return self.largest_mu if len(self.mus) == 1 else None
+
+    @property
+    def largest_mu(self) -> float:
+        """That of the worst choice."""
+        return float(self.mus[-1])
+
+    def epsilon(self, delta: float) -> float:
+        if delta >= self.delta(0.0):
+            return 0.0
+        if delta == 0 or self.delta(math.inf) >= delta:
+            return math.inf
+        high = epsilon_from_mu(self.largest_mu, delta) if self.largest_mu < math.inf else 1.0
+        while self.delta(high) > delta:
+            high = 2 * high or 1e-15  # the weights may sum to a little more than 1
+
+        def excess(epsilon: float) -> float:
+            return math.log(max(self.delta(epsilon), 5e-324)) - math.log(delta)
+
+        root = optimize.brentq(excess, 0.0, high, xtol=1e-13, rtol=1e-13)
+        step = 1e-13
+        while self.delta(root) > delta:  # round towards more epsilon, never less
+            root += step * max(root, 1e-3)
+            step *= 2
+        return root
+
+    def delta(self, epsilon: float) -> float:
+        return min(1.0, float(self.weights @ deltas_from_mu(self.mus, epsilon)))
+
+    def rdp(self, orders: np.ndarray) -> np.ndarray:
+        orders = np.asarray(orders, dtype=np.float64)
+        if self.largest_mu == math.inf:
+            return np.full(orders.shape, math.inf)
+        exponents = ((orders - 1) * orders / 2)[..., None] * self.mus**2
+        direct = special.logsumexp(exponents, axis=-1, b=self.weights)
+        with np.errstate(over="ignore"):  # the log of a sum next to 1 would cancel
+            near_one = np.log1p(np.expm1(exponents) @ self.weights)
+        return np.where(direct < 1, near_one, direct) / (orders - 1)
+
+    def privacy_losses(self) -> Losses | None:
+        if len(self.mus) > _MOST_EXACT or self.smallest_delta > 1e-50:
+            return losses_of(profiles.many_gaussians(self.weights, self.mus, self.smallest_delta))
+        if self.largest_mu == math.inf:
+            return None
+        return losses_of(profiles.gaussian_mixture(self.weights, self.mus))
+
+    def to_dpevent(self) -> dp_accounting.DpEvent | None:
+        return GaussianCurve(self.largest_mu).to_dpevent()  # that of the worst choice
+
+
+# By Renyi divergences
 
 
 def epsilon_from_rdp(orders: np.ndarray, divergences: np.ndarray, delta: float) -> float:
@@ -52,57 +220,27 @@ def delta_from_rdp(orders: np.ndarray, divergences: np.ndarray, epsilon: float) 
     return float(rdp_privacy_accountant.compute_delta(orders[finite], divergences, epsilon)[0])
 
 
-class Curve(abc.ABC):
-    """A set of (epsilon, delta) pairs and Renyi divergences that hold together."""
+@attrs.frozen(eq=False)
+class RdpCurve(Curve):
+    """A curve that is known by its Renyi divergences, `bound` of orders > 1, at the `orders`."""
 
-    @property
-    def mu(self) -> float | None:
-        """The mu of mu-GDP, None if the curve is not Gaussian."""
-        return None
+    bound: Callable[[np.ndarray], np.ndarray]
+    orders: np.ndarray = ORDERS
 
-    @abc.abstractmethod
     def epsilon(self, delta: float) -> float:
-        """Smallest known epsilon for delta in [0, 1]."""
+        return epsilon_from_rdp(self.orders, self.rdp(self.orders), delta)
 
-    @abc.abstractmethod
     def delta(self, epsilon: float) -> float:
-        """Smallest known delta for epsilon in [0, inf]."""
+        return delta_from_rdp(self.orders, self.rdp(self.orders), epsilon)
 
     def rdp(self, orders: np.ndarray) -> np.ndarray:
-        """Upper bounds on the Renyi divergences of the orders; inf where none is known."""
-        return np.full(np.shape(orders), math.inf)
-
-    def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        """A standard event under ADD_OR_REMOVE_ONE whose curve is nowhere below this one, if any.
-
-        The smallest that is known; it may be larger where no standard event has the curve.
-        """
-        return None
-
-    def least_epsilon(self, delta: float) -> float:
-        """A lower bound on `epsilon` that costs little."""
-        return 0.0
-
-    @property
-    def quick(self) -> Curve:
-        """A curve that is nowhere smaller, and little larger, for those who ask for many deltas."""
-        return self
+        return np.asarray(self.bound(np.asarray(orders, dtype=np.float64)), dtype=np.float64)
 
 
-class ComposableCurve(Curve):
-    """One curve that always holds: what is composed. `alternatives` finds those of any curve."""
-
-    @property
-    def largest_mu(self) -> float:
-        """A mu whose Gaussian curve lies nowhere below this one; inf if none is known."""
-        return math.inf if self.mu is None else self.mu
-
-    @abc.abstractmethod
-    def privacy_losses(self) -> Losses | None:
-        """Pessimistic privacy losses for composition, if the curve has some."""
+# By privacy losses
 
 
-class LossCurve(ComposableCurve):
+class LossCurve(Curve):
     """Epsilon and delta by composed privacy losses, which add the error of their arithmetic.
 
     Where no loss is known, or is of no use at so small a delta, by Renyi divergences; never above
@@ -144,199 +282,7 @@ class LossCurve(ComposableCurve):
         return min(by_loss, delta_from_rdp(self.orders, self._divergences, epsilon))
 
 
-@attrs.frozen
-class GaussianCurve(ComposableCurve):
-    """mu-GDP: the trade-off of one observation of N(0, 1) against N(mu, 1)."""
-
-    mu: float
-
-    def epsilon(self, delta: float) -> float:
-        return epsilon_from_mu(self.mu, delta)
-
-    def delta(self, epsilon: float) -> float:
-        return delta_from_mu(self.mu, epsilon)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return orders * self.mu**2 / 2
-
-    def privacy_losses(self) -> Losses | None:
-        if not 0 < self.mu < math.inf:
-            return None
-        return losses_of(profiles.gaussian(self.mu))
-
-    def to_dpevent(self) -> dp_accounting.DpEvent:
-        if self.mu == 0:
-            return dp_accounting.NoOpDpEvent()
-        if self.mu == math.inf:
-            return dp_accounting.NonPrivateDpEvent()
-        return dp_accounting.GaussianDpEvent(1 / self.mu)
-
-
-@attrs.frozen(eq=False, init=False)
-class GaussianMixtureCurve(ComposableCurve):
-    r"""The mean of Gaussian curves: a secret, data-independent choice decides which mu applies.
-
-    .. math:: \delta(\varepsilon) = \sum_j p_j\, \delta_{\mu_j}(\varepsilon), \qquad
-              D_\alpha = \frac{1}{\alpha - 1} \log \sum_j p_j\, e^{(\alpha-1)\alpha\mu_j^2/2}
-
-    (joint convexity; the curve is that of the pair in which the choice j is revealed.)
-
-    Args:
-        weights: p_j >= 0 that sum to 1 up to rounding.
-        mus: mu_j in [0, inf].
-        smallest_delta: What its privacy loss takes for infinite; a smaller one makes it longer.
-    """
-
-    weights: np.ndarray
-    mus: np.ndarray
-    smallest_delta: float
-
-    def __init__(self, weights: np.ndarray, mus: np.ndarray, smallest_delta: float = 1e-50):
-        weights, mus = np.asarray(weights, dtype=np.float64), np.asarray(mus, dtype=np.float64)
-        if not (abs(weights.sum() - 1) <= 1e-9 and (weights >= 0).all() and (mus >= 0).all()):
-            raise ValueError(
-                f"Expected weights >= 0 with sum 1 and mus >= 0, got sum {weights.sum()!r}."
-            )
-        mus, index = np.unique(mus[weights > 0], return_inverse=True)
-        weights = np.bincount(index, weights=weights[weights > 0] / weights.sum())
-        object.__setattr__(self, "weights", weights)
-        object.__setattr__(self, "mus", mus)
-        object.__setattr__(self, "smallest_delta", smallest_delta)
-
-    @property
-    def mu(self) -> float | None:
-        """The common mu, if there is only one."""
-        return float(self.mus[0]) if len(self.mus) == 1 else None
-
-    @property
-    def largest_mu(self) -> float:
-        """That of the worst choice."""
-        return float(self.mus[-1])
-
-    def epsilon(self, delta: float) -> float:
-        top = self.mus[self.weights > 0][-1]
-        if delta >= self.delta(0.0):
-            return 0.0
-        if delta == 0 or self.delta(math.inf) >= delta:
-            return math.inf
-        high = epsilon_from_mu(float(top), delta) if top < math.inf else 1.0
-        while self.delta(high) > delta:
-            high = 2 * high or 1e-15  # the weights may sum to a little more than 1
-        root = optimize.brentq(
-            lambda e: self._log_delta(e) - math.log(delta), 0.0, high, xtol=1e-13, rtol=1e-13
-        )
-        step = 1e-13
-        while self.delta(root) > delta:  # round towards more epsilon, never less
-            root += step * max(root, 1e-3)
-            step *= 2
-        return root
-
-    def _log_delta(self, epsilon: float) -> float:
-        return math.log(max(self.delta(epsilon), 5e-324))
-
-    def delta(self, epsilon: float) -> float:
-        return min(1.0, float(self.weights @ deltas_from_mu(self.mus, epsilon)))
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        orders = np.asarray(orders, dtype=np.float64)
-        if self.mus[self.weights > 0][-1] == math.inf:
-            return np.full(orders.shape, math.inf)
-        exponents = ((orders - 1) * orders / 2)[..., None] * self.mus**2
-        direct = special.logsumexp(exponents, axis=-1, b=self.weights)
-        with np.errstate(over="ignore"):  # the log of a sum next to 1 would cancel
-            near_one = np.log1p(np.expm1(exponents) @ self.weights)
-        return np.where(direct < 1, near_one, direct) / (orders - 1)
-
-    def privacy_losses(self) -> Losses | None:
-        if len(self.mus) > _MOST_EXACT or self.smallest_delta > 1e-50:
-            return losses_of(profiles.many_gaussians(self.weights, self.mus, self.smallest_delta))
-        if not self.mus[-1] < math.inf:
-            return None
-        return losses_of(profiles.gaussian_mixture(self.weights, self.mus))
-
-    def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        return GaussianCurve(float(self.mus[-1])).to_dpevent()  # that of the worst choice
-
-
-@attrs.frozen(eq=False)
-class RdpCurve(ComposableCurve):
-    """A curve that is known by its Renyi divergences: `bound` maps orders > 1 to upper bounds.
-
-    It is converted at the `orders`.
-    """
-
-    bound: Callable[[np.ndarray], np.ndarray]
-    orders: np.ndarray = ORDERS
-
-    def epsilon(self, delta: float) -> float:
-        return epsilon_from_rdp(self.orders, self.rdp(self.orders), delta)
-
-    def delta(self, epsilon: float) -> float:
-        return delta_from_rdp(self.orders, self.rdp(self.orders), epsilon)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return np.asarray(self.bound(np.asarray(orders, dtype=np.float64)), dtype=np.float64)
-
-    def privacy_losses(self) -> None:
-        return None
-
-
-@attrs.frozen
-class SquareRootCurve(ComposableCurve):
-    """epsilon = sqrt(scale * log(1/delta)), with a Renyi divergence of alpha * scale / 2.
-
-    Nothing satisfies it at small epsilons: it is what a paper claims, not what can be proved.
-    """
-
-    scale: float
-
-    def epsilon(self, delta: float) -> float:
-        if delta >= 1:
-            return 0.0
-        return math.sqrt(self.scale * math.log(1 / delta)) if delta > 0 else math.inf
-
-    def delta(self, epsilon: float) -> float:
-        if self.scale == math.inf or epsilon == 0:
-            return 1.0
-        return math.exp(-(epsilon**2) / self.scale)
-
-    def rdp(self, orders: np.ndarray) -> np.ndarray:
-        return orders * self.scale / 2
-
-    def privacy_losses(self) -> None:
-        return None
-
-
-@attrs.frozen(eq=False, slots=False)
-class CurveForSmallDeltas(Curve):
-    """A curve that is made only for deltas up to `largest`; the `other` is for larger ones."""
-
-    other: Curve
-    largest: float
-    make: Callable[[], Curve]
-
-    @functools.cached_property
-    def made(self) -> Curve:
-        """This curve, at all deltas."""
-        return self.make()
-
-    def epsilon(self, delta: float) -> float:
-        if delta > self.largest:
-            return math.inf
-        # No smaller one at a smaller delta, whichever of the two curves is read off.
-        return max(self.made.epsilon(delta), self.other.epsilon(self.largest))
-
-    def least_epsilon(self, delta: float) -> float:
-        return math.inf if delta > self.largest else self.made.least_epsilon(delta)
-
-    def delta(self, epsilon: float) -> float:
-        if self.other.delta(epsilon) > self.largest:
-            return 1.0
-        return self.made.delta(epsilon)
-
-
-Known = tuple[tuple[Curve, float], ...]
-"""Curves of one mechanism, each with the probability that it does not hold, which adds to delta."""
+# The best of several
 
 
 @attrs.frozen(eq=False)
@@ -368,6 +314,10 @@ class BestOfCurves(Curve):
         events = (curve.to_dpevent() for curve in by_epsilon)
         return next((event for event in events if event is not None), None)
 
+    def alternatives(self) -> Known:
+        inside = [(*own, failure) for curve, failure in self.known for own in curve.alternatives()]
+        return known_of(_best_of((curve, own + failure) for curve, own, failure in inside))
+
 
 def known_of(curve: Curve) -> Known:
     """The curves that hold of the mechanism of a curve."""
@@ -394,20 +344,8 @@ def _best_of(known: Iterable[tuple[Curve, float]]) -> Curve:
     return BestOfCurves(tuple(found.values())) if others or failure else first
 
 
-def alternatives(curve: Curve) -> tuple[tuple[ComposableCurve, float], ...]:
-    """All that is known of one mechanism, with what is for small deltas worked out.
-
-    Whatever reads the inside of a curve (composition, groups) asks here.
-    """
-    made = (
-        with_delta(single.made if isinstance(single, CurveForSmallDeltas) else single, failure)
-        for single, failure in known_of(curve)
-    )
-    return cast(tuple[tuple[ComposableCurve, float], ...], known_of(best_curve(made)))
-
-
 def _least_epsilons(curves: Known, delta: float) -> list[tuple[float, int]]:
-    """Epsilons of the curves that say anything at a delta, with their places."""
+    """Lower bounds on the epsilons of those that say anything at a delta, with their places."""
     return [
         (curve.least_epsilon(delta - failure), place)
         for place, (curve, failure) in enumerate(curves)

@@ -25,18 +25,16 @@ import math
 from collections.abc import Callable
 
 import attrs
-import dp_accounting
 import numpy as np
 from scipy import special
 
 from hidden_state_accountants.curves import profiles
-from hidden_state_accountants.curves.base import ComposableCurve, Curve, GaussianCurve
+from hidden_state_accountants.curves.base import Curve, GaussianCurve
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import Losses, losses_of
 from hidden_state_accountants.curves.profiles import Profile
 
-_RATIO = 1.01  # of neighbouring nodes
-_COUNT = 1600  # of nodes
+_RATIO, _COUNT = 1.01, 1600  # of neighbouring nodes of divergences, and their number
 _ROUNDING = 2.0**-50  # of the logarithms of shares
 _FAR = 36.0  # standard deviations of a Gaussian: 1e-283 of its mass is beyond
 _NEGLIGIBLE = 25.0  # nats: how much less the last term of a sum has to be
@@ -48,22 +46,20 @@ _POINTS = np.linspace(0.0, 1.0, 65)  # at which an epsilon is looked for, again 
 
 
 @attrs.frozen(eq=False)
-class ProfileCurve(ComposableCurve):
+class ProfileCurve(Curve):
     """The larger divergence of the two orders of a pair.
 
     Attributes:
         profile: Divergences; where the directions differ, the data set with the record comes first.
         infinite: The mass of infinite losses.
         divergences: The Renyi divergences of both directions, if they are known.
-        largest_mu: See `ComposableCurve`.
-        event: The result of `to_dpevent`.
+        largest_mu: See `Curve`.
     """
 
     profile: Profile
     infinite: float = 0.0
     divergences: Callable[[np.ndarray], np.ndarray] | None = None
     largest_mu: float = math.inf
-    event: dp_accounting.DpEvent | None = None
 
     def _deltas(self, epsilon: np.ndarray) -> np.ndarray:
         found = self.profile.forward(epsilon)
@@ -96,9 +92,6 @@ class ProfileCurve(ComposableCurve):
     def privacy_losses(self) -> Losses | None:
         return losses_of(self.profile)
 
-    def to_dpevent(self) -> dp_accounting.DpEvent | None:
-        return self.event
-
 
 def polygon_curve(epsilons: np.ndarray, deltas: np.ndarray) -> ProfileCurve:
     """The polygon through bounds on delta, in both directions, as a function of e^epsilon.
@@ -107,28 +100,6 @@ def polygon_curve(epsilons: np.ndarray, deltas: np.ndarray) -> ProfileCurve:
     """
     values = profiles.polygon(epsilons, deltas)
     return ProfileCurve(Profile(values, values, float(epsilons[-1])), float(deltas[-1]))
-
-
-@functools.lru_cache(maxsize=64)  # equal steps are one mechanism
-def sampled_curve(
-    pair: Callable[[float, float], Profile], record_mu: float, rate: float
-) -> ComposableCurve:
-    r"""A Gaussian step on a batch drawn at random, in which the record counts on both data sets.
-
-    Sampling never hurts: outputs on batches without the record are the same, P0, so that
-
-    .. math:: H_\varepsilon\big((1-q) P_0 + q P_1 \,|\, (1-q) P_0 + q Q_1\big)
-              \le q\,H_\varepsilon(P_1 | Q_1), \qquad \varepsilon \ge 0
-
-    (joint convexity), and what dominates each step dominates their composition. The pair is one of
-    those below; `record_mu` is the gradient bound over the noise, of every record.
-    """
-    apart = record_mu if pair is zeroed_without_replacement else 2 * record_mu  # if it does
-    if rate == 1 or record_mu in (0, math.inf):
-        return GaussianCurve(apart)
-    profile = pair(record_mu, rate)
-    divergences = functools.partial(_sampled_divergences, profile, record_mu, apart, rate)
-    return ProfileCurve(profile, divergences=divergences, largest_mu=apart)
 
 
 def read(curve: Curve, smallest: float = _SMALLEST) -> tuple[np.ndarray, np.ndarray]:
@@ -179,6 +150,29 @@ def lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
     return kept
 
 
+# Sampled Gaussian mechanisms
+
+
+@functools.lru_cache(maxsize=64)  # equal steps are one mechanism
+def sampled_curve(pair: Callable[[float, float], Profile], record_mu: float, rate: float) -> Curve:
+    r"""A Gaussian step on a batch drawn at random, in which the record counts on both data sets.
+
+    Sampling never hurts: outputs on batches without the record are the same, P0, so that
+
+    .. math:: H_\varepsilon\big((1-q) P_0 + q P_1 \,|\, (1-q) P_0 + q Q_1\big)
+              \le q\,H_\varepsilon(P_1 | Q_1), \qquad \varepsilon \ge 0
+
+    (joint convexity), and what dominates each step dominates their composition. The pair is one of
+    those below; `record_mu` is the gradient bound over the noise, of every record.
+    """
+    apart = record_mu if pair is zeroed_without_replacement else 2 * record_mu  # if it does
+    if rate == 1 or record_mu in (0, math.inf):
+        return GaussianCurve(apart)
+    profile = pair(record_mu, rate)
+    divergences = functools.partial(_sampled_divergences, profile, record_mu, apart, rate)
+    return ProfileCurve(profile, divergences=divergences, largest_mu=apart)
+
+
 def replaced_without_replacement(mu: float, rate: float) -> Profile:
     r"""C_q(G_{2 mu}): a batch of fixed size, and a record that is replaced by any other one.
 
@@ -198,14 +192,14 @@ def zeroed_without_replacement(mu: float, rate: float) -> Profile:
     between = functools.partial(_between, mu, rate, True)
     forward = functools.partial(profiles.sampled_deltas, between, rate)
     backward = functools.partial(profiles.sampled_deltas, profiles.gaussian(mu).forward, rate)
-    return Profile(forward, backward, _largest(2 * mu, rate))
+    return Profile(forward, backward, replaced_without_replacement(mu, rate).largest)
 
 
 def replaced_in_poisson_batch(mu: float, rate: float) -> Profile:
     """A record that joins a batch or not, against another record that does."""
     between = functools.partial(_between, mu, rate, False)
     deltas = functools.partial(profiles.sampled_deltas, between, rate)
-    return Profile(deltas, deltas, _largest(2 * mu, rate))
+    return Profile(deltas, deltas, replaced_without_replacement(mu, rate).largest)
 
 
 def _between(mu: float, rate: float, base_is_far: bool, epsilon: np.ndarray) -> np.ndarray:
@@ -240,10 +234,6 @@ def _share_of(share: np.ndarray, mu: float, epsilon: np.ndarray) -> np.ndarray:
     return np.asarray(share * np.where(epsilon < 0, below_zero, of_mu))
 
 
-def _largest(mu: float, rate: float) -> float:
-    return profiles.without_replacement(profiles.gaussian(mu), rate).largest
-
-
 def _sampled_divergences(
     profile: Profile, mu: float, apart: float, rate: float, orders: np.ndarray
 ) -> np.ndarray:
@@ -270,8 +260,7 @@ def _sampled_divergences(
     forward = profile.forward(nodes)
     backward = forward if profile.is_symmetric else profile.backward(nodes)
     found = np.maximum(
-        _divergences(flat, nodes, forward, backward),
-        _divergences(flat, nodes, backward, forward),
+        _divergences(flat, nodes, forward, backward), _divergences(flat, nodes, backward, forward)
     )
     return np.minimum(found, revealed).reshape(np.shape(orders))
 
@@ -283,8 +272,7 @@ def _divergences(
     steps, order = np.diff(nodes), orders[:, None]
     power = order - 1
     with np.errstate(divide="ignore"):
-        means = np.log((above[:-1] + above[1:]) / 2)
-        starts = np.log(below[:-1])
+        means, starts = np.log((above[:-1] + above[1:]) / 2), np.log(below[:-1])
     # Chebyshev's inequality: the polygon falls, e^((order - 2) x) rises if the order is at least 2.
     rising = power * nodes[1:] + np.log(-np.expm1(-power * steps) / power)
     rising += means + np.maximum(0.0, 2 - order) * steps

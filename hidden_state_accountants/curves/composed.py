@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import attrs
 import dp_accounting
@@ -14,13 +13,12 @@ import numpy as np
 from hidden_state_accountants.curves.base import (
     ORDERS,
     STOCK_ORDERS,
-    ComposableCurve,
     Curve,
     GaussianCurve,
     GaussianMixtureCurve,
+    Known,
     LossCurve,
     RdpCurve,
-    alternatives,
     best_curve,
     smallest,
     with_delta,
@@ -28,7 +26,6 @@ from hidden_state_accountants.curves.base import (
 from hidden_state_accountants.curves.losses import Losses, PrivacyLoss
 from hidden_state_accountants.curves.standard import EventCurve, losses_compose
 
-_QUICK = (GaussianCurve, GaussianMixtureCurve, RdpCurve)
 _DELTAS = (1e-3, 1e-6, 1e-9, 1e-12, 1e-15, 1e-30)  # at which the curves to compose are chosen
 MOST = 30
 """Mixtures that are composed as they are."""
@@ -41,12 +38,9 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     """The curve of independent mechanisms, each run `count` times.
 
     Gaussian curves add exactly, standard events stay together in one stock accountant,
-    probabilities of failure add up; the rest is composed by privacy losses,
-    where what is given several times is one mechanism that runs more often: a user composes a run
-    again after each of its epochs.
-
-    Where several curves of a mechanism hold, those are composed that are the smallest at one of a
-    few deltas: at every delta the best of these compositions counts.
+    probabilities of failure add up; the rest is composed by privacy losses, where what is given
+    several times is one mechanism that runs more often. Of several curves of a mechanism those are
+    composed that are the smallest at one of a few deltas: the best of these compositions counts.
 
     Raises:
         ValueError: The standard events have no stock accountant in common.
@@ -54,8 +48,7 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     curves = [(curve, count) for curve, count in curves if count and curve.mu != 0]
     if len(curves) == 1 and curves[0][1] == 1:
         return curves[0][0]
-    known = [alternatives(curve) for curve, _ in curves]
-    counts = [count for _, count in curves]
+    known, counts = [c.alternatives() for c, _ in curves], [count for _, count in curves]
     choices = [[_choice(single, delta) for single in known] for delta in _DELTAS]
     distinct = {tuple(id(curve) for curve, _ in choice): choice for choice in choices}
     composed = []
@@ -66,20 +59,18 @@ def compose_curves(curves: Sequence[tuple[Curve, int]]) -> Curve:
     return best_curve(composed)
 
 
-def _choice(
-    known: Sequence[tuple[ComposableCurve, float]], delta: float
-) -> tuple[ComposableCurve, float]:
+def _choice(known: Known, delta: float) -> tuple[Curve, float]:
     """The curve to compose with others, and its failure: the smallest at a delta, or likeliest."""
-    telling = [single for single in known if single[1] < delta]
+    telling = tuple(single for single in known if single[1] < delta)
     if not telling:
         return min(known, key=lambda single: single[1])
-    return telling[0] if len(telling) == 1 else telling[smallest(tuple(telling), delta)[1]]
+    return telling[0] if len(telling) == 1 else telling[smallest(telling, delta)[1]]
 
 
-def _composed(curves: Sequence[tuple[ComposableCurve, int]]) -> ComposableCurve:
+def _composed(curves: Sequence[tuple[Curve, int]]) -> Curve:
     """Does the work of `compose_curves`, for one curve for each mechanism."""
     mu_squared = 0.0
-    counts: dict[ComposableCurve, int] = {}  # every curve once, with all of its runs
+    counts: dict[Curve, int] = {}  # every curve once, with all of its runs
     for curve, count in _inside(curves):
         if curve.mu is not None:
             mu_squared += count * curve.mu**2
@@ -96,9 +87,7 @@ def _composed(curves: Sequence[tuple[ComposableCurve, int]]) -> ComposableCurve:
     return parts[0][0] if parts[0][1] == len(parts) == 1 else ComposedCurve(tuple(parts))
 
 
-def _inside(
-    curves: Iterable[tuple[ComposableCurve, int]],
-) -> Iterator[tuple[ComposableCurve, int]]:
+def _inside(curves: Iterable[tuple[Curve, int]]) -> Iterator[tuple[Curve, int]]:
     """Curves of the parts."""
     for curve, count in curves:
         if isinstance(curve, ComposedCurve):
@@ -107,13 +96,12 @@ def _inside(
             yield curve, count
 
 
-@functools.lru_cache(maxsize=8)  # a run that goes on repeats its steps; a loss can take 40 MB
-def _losses_once(curve: Any) -> Losses | None:
-    losses: Losses | None = curve.privacy_losses()
-    return losses
+@functools.lru_cache(maxsize=3)  # the steps of a run that goes on, and those of its window
+def _losses_once(curve: Curve) -> Losses | None:
+    return curve.privacy_losses()
 
 
-def _losses(curve: Any, count: int) -> Losses | None:
+def _losses(curve: Curve, count: int) -> Losses | None:
     if isinstance(curve, EventCurve) and curve.profile is None:
         return curve.stock_losses(count)
     once = _losses_once(curve)
@@ -124,7 +112,7 @@ def _losses(curve: Any, count: int) -> Losses | None:
 class ComposedCurve(LossCurve):
     """(curve, count) pairs composed by privacy losses, or by Renyi divergences without one."""
 
-    parts: tuple[tuple[ComposableCurve, int], ...]
+    parts: tuple[tuple[Curve, int], ...]
 
     @property
     def largest_mu(self) -> float:
@@ -132,11 +120,13 @@ class ComposedCurve(LossCurve):
 
     @property
     def orders(self) -> np.ndarray:
-        known_in_closed_form = all(
-            isinstance(curve, _QUICK) and np.array_equal(getattr(curve, "orders", ORDERS), ORDERS)
+        """Many where all divergences are quick."""
+        are_quick = all(
+            isinstance(curve, GaussianCurve | GaussianMixtureCurve)
+            or (isinstance(curve, RdpCurve) and np.array_equal(curve.orders, ORDERS))
             for curve, _ in self.parts
         )
-        return ORDERS if known_in_closed_form else STOCK_ORDERS
+        return ORDERS if are_quick else STOCK_ORDERS
 
     def privacy_losses(self) -> Losses | None:
         if not losses_compose(self.parts):

@@ -43,7 +43,7 @@ _MOST_CELLS = 2**23  # of a window: arrays of 64 MB
 _CELLS, _DEVIATIONS = 2**22, 20.0  # at most of the first window, and its length
 # Cells that are enough for a large epsilon: of the window, if its n losses get longer by n h**2/8,
 # so small a share of it, and of the mean loss.
-_ENOUGH_CELLS, _LONGER, _CELLS_OF_MEAN = 2**19, 1e-6, 2**15
+_ENOUGH_CELLS, _LONGER, _CELLS_OF_MEAN = 2**18, 1e-5, 2**15
 _FINEST = 1e-9  # a mean that has none
 _TAIL = 45.0  # the logarithm of the tilted probability of what a window leaves out, without sign
 _FIRST, _STEP = 15.0, 5.0  # relative entropy between no tilt and the first, and so on, in nats

@@ -22,7 +22,7 @@ import dp_accounting
 import numpy as np
 from scipy import optimize
 
-from hidden_state_accountants.curves.base import ComposableCurve, GaussianMixtureCurve
+from hidden_state_accountants.curves.base import Curve, GaussianMixtureCurve
 from hidden_state_accountants.curves.by_profile import ProfileCurve, hull_profile
 from hidden_state_accountants.curves.gaussian import log_delta_at
 from hidden_state_accountants.curves.losses import UNIT, Losses
@@ -32,7 +32,7 @@ _FAR = 38.0  # standard deviations: less than 1e-300 of a Gaussian is beyond
 _SMALL = 0.5  # largest logarithm of a likelihood ratio near which 1 is taken off
 _ERROR = 64 * UNIT  # of a sum, in units of its terms' sizes; of its logarithm
 _ROUNDED_UP = 1 + 2.0**-40  # a delta: more than the relative error of a sum of Gaussian ones
-_AT_ONCE = 1_000_000  # numbers in an array
+_AT_ONCE = 300_000  # numbers in an array
 _APART = 0.02  # neighbouring thresholds of a polygon, in standard deviations
 _MOST_NODES = 4000  # of a polygon
 _END = 15.0  # standard deviations of a polygon: 1e-50 is beyond
@@ -43,7 +43,7 @@ _PRECISION = 2e-15  # of a threshold
 
 
 @attrs.frozen(eq=False, init=False, slots=False)
-class HiddenMixtureCurve(ComposableCurve):
+class HiddenMixtureCurve(Curve):
     """Theorem E: the larger divergence of both orders of its pair.
 
     Never above the mean of the Gaussian curves of the patterns, in which the pattern is revealed.
@@ -64,10 +64,7 @@ class HiddenMixtureCurve(ComposableCurve):
     def __init__(self, weights: np.ndarray, mus: np.ndarray, *, is_replaced: bool = False):
         factor = 2.0 if is_replaced else 1.0
         revealed = GaussianMixtureCurve(weights, factor * np.asarray(mus, dtype=np.float64))
-        object.__setattr__(self, "weights", revealed.weights)
-        object.__setattr__(self, "mus", revealed.mus / factor)
-        object.__setattr__(self, "is_replaced", is_replaced)
-        object.__setattr__(self, "revealed", revealed)
+        self.__attrs_init__(revealed.weights, revealed.mus / factor, is_replaced, revealed)
 
     @property
     def mu(self) -> float | None:
@@ -80,20 +77,20 @@ class HiddenMixtureCurve(ComposableCurve):
         return self.revealed.largest_mu
 
     @functools.cached_property
-    def _lost(self) -> float:
-        """The probability of an infinite distance."""
-        return float(self.weights[self.mus == math.inf].sum())
-
-    @functools.cached_property
     def _law(self) -> tuple[np.ndarray, np.ndarray]:
         """Weights and values of the finite distances."""
         finite = self.mus < math.inf
         return self.weights[finite], self.mus[finite]
 
-    @property
-    def _is_all_or_nothing(self) -> bool:
-        """Returns whether every distance is 0 or infinite."""
-        return not float(np.max(self._law[1], initial=0.0)) > 0
+    @functools.cached_property
+    def _lost(self) -> float:
+        """The probability of an infinite distance."""
+        return float(self.weights[self.mus == math.inf].sum())
+
+    @functools.cached_property
+    def _top(self) -> float:
+        """The largest finite distance; 0 if every one is 0 or infinite."""
+        return float(np.max(self._law[1], initial=0.0))
 
     @property
     def _orders(self) -> tuple[str, ...]:
@@ -101,10 +98,7 @@ class HiddenMixtureCurve(ComposableCurve):
 
     def _ends(self, order: str, far: float) -> tuple[float, float]:
         """Thresholds, at the first of which no epsilon is positive, and delta small at the last."""
-        largest = float(np.max(self._law[1], initial=0.0))
-        if order == _BACKWARD:
-            return -largest - 1.0, far
-        return 0.0, largest + far
+        return (-self._top - 1.0, far) if order == _BACKWARD else (0.0, self._top + far)
 
     def _at(self, order: str, thresholds: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Epsilons, which grow with the threshold, and deltas there, both rounded up."""
@@ -154,18 +148,18 @@ class HiddenMixtureCurve(ComposableCurve):
         return root
 
     def delta(self, epsilon: float) -> float:
-        if epsilon == math.inf or self._is_all_or_nothing:
+        if epsilon == math.inf or not self._top:
             return self._lost
         found = [self._point(o, self._threshold(o, epsilon))[1] for o in self._orders]
         return min(1.0, self.revealed.delta(epsilon), max(found))
 
     def epsilon(self, delta: float) -> float:
-        if not delta > self._lost or self._is_all_or_nothing:
+        if not (delta > self._lost and self._top):
             return self.revealed.epsilon(delta)
         found = max(self._epsilon(order, delta) for order in self._orders)
         step = 4 * UNIT
         while self.delta(found) > delta:  # round towards more epsilon, never less
-            found += step * max(found, float(self._law[1].max()))
+            found += step * max(found, self._top)
             step *= 2
         return min(found, self.revealed.epsilon(delta))
 
@@ -186,9 +180,9 @@ class HiddenMixtureCurve(ComposableCurve):
         return self.revealed.rdp(orders)
 
     @functools.cached_property
-    def quick(self) -> ComposableCurve:
+    def quick(self) -> Curve:
         """The polygons through some thousand values of each order, with privacy losses."""
-        if self.mu is not None or self._is_all_or_nothing:
+        if self.mu is not None or not self._top:
             return self.revealed
         nodes = [self._nodes(order) for order in self._orders]
         beyond = max(float(deltas[-1]) for _, deltas in nodes)
@@ -203,10 +197,7 @@ class HiddenMixtureCurve(ComposableCurve):
         epsilons, deltas = self._at(order, np.linspace(start, max(start, end), number))
         last = int(np.argmax(deltas <= _SMALLEST)) or number - 1
         is_node = (epsilons > 0) & (epsilons < _LARGEST) & (np.arange(number) <= last)
-        return (
-            np.concatenate([[0.0], epsilons[is_node]]),
-            np.concatenate([deltas[:1], deltas[is_node]]),
-        )
+        return np.append(0.0, epsilons[is_node]), np.append(deltas[0], deltas[is_node])
 
     def privacy_losses(self) -> Losses | None:
         return self.quick.privacy_losses()

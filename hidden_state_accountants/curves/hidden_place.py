@@ -23,7 +23,7 @@ import dp_accounting
 import numpy as np
 from scipy import optimize, special
 
-from hidden_state_accountants.curves.base import ComposableCurve, GaussianMixtureCurve
+from hidden_state_accountants.curves.base import Curve, GaussianMixtureCurve
 from hidden_state_accountants.curves.by_profile import ProfileCurve, hull_profile
 from hidden_state_accountants.curves.losses import Losses
 
@@ -38,7 +38,7 @@ _UNIT = 2.0**-42  # relative error of scipy's Phi, and of a sum, rounded up
 _TINY = 1e-300  # delta has a logarithm
 _DENSITY = 1 / math.sqrt(2 * math.pi)
 _LARGEST = 600.0  # epsilon that is looked at
-_AT_ONCE = 1_000_000  # numbers in an array
+_AT_ONCE, _MOST = 300_000, 1_000_000  # numbers in an array; in those of one epsilon
 _RATIO = 1.02  # of neighbouring nodes of a polygon, up to
 _WIDEST = 0.28  # of the last of these; then they are equally far apart
 _FAR_NODES = 36  # beyond it
@@ -146,7 +146,7 @@ class Places:
         while len(row):
             above = bound(row, low, high, np.maximum(at_low, at_high))
             is_done = above <= largest[row] * (1 + _TOLERANCE) + _TINY
-            is_done |= len(row) * len(self.weights) > _AT_ONCE
+            is_done |= len(row) * len(self.weights) > _MOST
             np.maximum.at(result, row[is_done], above[is_done])
             row, low, high, at_low, at_high = (
                 array[~is_done] for array in (row, low, high, at_low, at_high)
@@ -177,7 +177,7 @@ def _smallest(places: Sequence[Places], epsilons: np.ndarray) -> np.ndarray:
 
 
 @attrs.frozen(eq=False, slots=False)
-class HiddenPlaceCurve(ComposableCurve):
+class HiddenPlaceCurve(Curve):
     """Theorem F, with the smallest divergence of several choices of R, and the mean revealed."""
 
     places: tuple[Places, ...]
@@ -237,7 +237,7 @@ class HiddenPlaceCurve(ComposableCurve):
         return self.revealed.rdp(orders)
 
     @functools.cached_property
-    def quick(self) -> ComposableCurve:
+    def quick(self) -> Curve:
         """The polygon through few values of each order, which has privacy losses as well."""
         usual, top = self.epsilon(_SMALL), self.epsilon(_SMALLEST)
         if not 0 < usual < top <= _LARGEST:

@@ -14,7 +14,7 @@ import attrs
 import numpy as np
 from dp_accounting.pld import privacy_loss_distribution
 
-from hidden_state_accountants.curves.profiles import Profile
+from hidden_state_accountants.curves.profiles import Deltas, Profile
 
 GRID = 1e-4
 """Spacing of the losses; that of long or small ones is wider or finer, by a power of two."""
@@ -31,6 +31,7 @@ _FINEST = 1e-9  # span that has a grid of its own
 _TINY = 1e-290  # divergences that are no smaller have all their digits
 _WIDEST = 0.02  # between two nodes of a coarse law
 _FEWEST = 8  # cells, if these are wider than that
+_AT_ONCE = 2**15  # losses: arrays that a cache of the machine holds
 UNIT = 2.0**-53
 """The unit roundoff of a double."""
 
@@ -126,12 +127,11 @@ class PrivacyLoss:
         if grid is None:
             return None
         cells = math.ceil(profile.largest / grid) + 1
-        epsilons = np.arange(cells + 1) * grid
-        forward = _falling(profile.forward(epsilons))
+        forward = _falling(profile.forward, cells, grid)
         if profile.is_symmetric:
             masses = _connect_the_dots(forward, forward, grid)
             return cls(masses, masses)
-        backward = _falling(profile.backward(epsilons))
+        backward = _falling(profile.backward, cells, grid)
         # Both begin at the total variation: rounding apart, the smaller one would lose mass.
         forward[0] = backward[0] = max(forward[0], backward[0])
         return cls(
@@ -190,13 +190,15 @@ def stock_loss(
     return PrivacyLoss(forward, forward if stock._symmetric else masses(stock._pmf_add))
 
 
-def _falling(deltas: np.ndarray) -> np.ndarray:
-    """Divergences fall with epsilon: what is larger by rounding is cut to the value before.
+def _falling(profile: Deltas, cells: int, grid: float) -> np.ndarray:
+    """Divergences at 0, grid, 2 grid, ...: what rises by rounding is cut to the value before.
 
     Where they underflow they end at `_TINY`, which becomes mass at infinity: only a divergence
     that jumps to 0 is 0.
     """
-    deltas = np.minimum.accumulate(np.clip(deltas, 0.0, 1.0))
+    starts = range(0, cells + 1, _AT_ONCE)
+    parts = [profile(np.arange(i, min(i + _AT_ONCE, cells + 1)) * grid) for i in starts]
+    deltas = np.minimum.accumulate(np.clip(np.concatenate(parts), 0.0, 1.0))
     underflow = ((deltas > 0) & (deltas < _TINY)).any()
     return np.maximum(deltas, _TINY) if underflow else deltas
 

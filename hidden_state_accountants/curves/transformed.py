@@ -11,20 +11,8 @@ import numpy as np
 from dp_accounting.pld import pld_pmf, privacy_loss_distribution
 
 from hidden_state_accountants.curves import profiles
-from hidden_state_accountants.curves.base import (
-    ComposableCurve,
-    Curve,
-    GaussianCurve,
-    alternatives,
-    best_curve,
-    with_delta,
-)
-from hidden_state_accountants.curves.by_profile import (
-    LARGEST,
-    lower_hull,
-    profile_above,
-    read,
-)
+from hidden_state_accountants.curves.base import Curve, GaussianCurve, best_curve, with_delta
+from hidden_state_accountants.curves.by_profile import LARGEST, lower_hull, profile_above, read
 from hidden_state_accountants.curves.losses import GRID, Losses, PrivacyLoss, losses_of
 
 _SMALLEST_LEVEL = 1e-60  # of tests: groups multiply small deltas
@@ -40,10 +28,8 @@ def loss_distribution(curve: Curve) -> privacy_loss_distribution.PrivacyLossDist
     """
     if curve.mu == 0:
         return privacy_loss_distribution.identity(GRID)
-    if curve.mu is not None and curve.mu < math.inf:
-        profile = profiles.gaussian(curve.mu)
-    else:
-        profile = profile_above(curve)
+    is_gaussian = curve.mu is not None and curve.mu < math.inf
+    profile = profiles.gaussian(curve.largest_mu) if is_gaussian else profile_above(curve)
     loss = PrivacyLoss.of(profile, GRID) if profile.largest <= _LONGEST else None
     if loss is None:
         raise ValueError(
@@ -60,14 +46,14 @@ def of_groups(curve: Curve, size: int) -> Curve:
     """The curve of data sets that differ in up to `size` > 1 records, one after the other."""
     if curve.mu is not None:  # Dong, Roth, Su 2022, arXiv 1905.02383 v3, Theorem 2.14
         return GaussianCurve(size * curve.mu)
-    known = alternatives(curve)
+    known = curve.alternatives()
     if len(known) > 1:
         return best_curve([of_groups(with_delta(*single), size) for single in known])
     return GroupCurve(curve, size)
 
 
 @attrs.frozen(eq=False, slots=False)
-class GroupCurve(ComposableCurve):
+class GroupCurve(Curve):
     r"""A chain of k neighbours: a test of level alpha has a power of at most
 
     .. math:: p(p(\dots p(\alpha))), \qquad
@@ -86,9 +72,13 @@ class GroupCurve(ComposableCurve):
         """Levels, the first of which is 0, and the powers of the group at the next ones."""
         powers = np.append(np.geomspace(_SMALLEST_LEVEL, 1.0, _LEVELS), 1.0)
         levels = np.append(0.0, powers[:-1])
-        lines = _power_lines(self.curve)
+        epsilons, deltas = read(self.curve, _SMALLEST_LEVEL)
+        # Intercepts and slopes of lines that no power exceeds, the flattest one first.
+        steep = np.exp(epsilons)
+        intercepts = np.append((1 - (1 - deltas) / steep)[::-1], deltas)
+        slopes = np.append((1 / steep)[::-1], steep)
         for _ in range(self.size):
-            powers = _lowest(*lines, powers)
+            powers = _lowest(intercepts, slopes, powers)
         return levels, powers
 
     def delta(self, epsilon: float) -> float:
@@ -104,13 +94,11 @@ class GroupCurve(ComposableCurve):
         if delta >= 1 or self.delta(0.0) <= delta:
             return 0.0
         low = self.curve.epsilon(delta)  # no group is better off than a record
-        if low == math.inf:
-            return math.inf
         high = max(low, 1e-12)
-        while self.delta(high) > delta:
+        while high <= LARGEST and self.delta(high) > delta:
             low, high = high, 1.2 * high
-            if high > LARGEST:
-                return math.inf
+        if high > LARGEST:
+            return math.inf
         while high - low > 1e-9 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self.delta(middle) <= delta else (middle, high)
@@ -124,14 +112,6 @@ class GroupCurve(ComposableCurve):
         if not isinstance(event, dp_accounting.GaussianDpEvent):
             return None
         return dp_accounting.GaussianDpEvent(event.noise_multiplier / self.size)
-
-
-def _power_lines(curve: Curve) -> tuple[np.ndarray, np.ndarray]:
-    """Intercepts and slopes of lines that no power of a test exceeds, the flattest one first."""
-    epsilons, deltas = read(curve, _SMALLEST_LEVEL)
-    slopes = np.exp(epsilons)
-    intercepts = np.append((1 - (1 - deltas) / slopes)[::-1], deltas)
-    return intercepts, np.append((1 / slopes)[::-1], slopes)
 
 
 def _lowest(intercepts: np.ndarray, slopes: np.ndarray, x: np.ndarray) -> np.ndarray:

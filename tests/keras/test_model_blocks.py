@@ -191,6 +191,7 @@ def test_a_refused_block_ends_the_run():
         ({"blocks": lambda model: of_layers(model)[:1]}, "together the trainable variables"),
         ({"blocks": lambda model: [["a"], ["b"]]}, "blocks of variables, got 'a'"),
         ({"blocks": lambda model: of_layers(model) * 2}, "each variable in one block"),
+        ({"blocks": lambda model: [*of_layers(model)[0], []]}, "got both in one list"),
     ],
 )
 @WITHOUT_GRAPHS

@@ -16,7 +16,6 @@ from hidden_state_accountants.bounds import Composition
 from hidden_state_accountants.curves.base import (
     BestOfCurves,
     GaussianCurve,
-    alternatives,
     best_curve,
     with_delta,
 )
@@ -148,7 +147,7 @@ def test_the_best_of_curves_that_may_fail_in_any_order_of_nesting():
     one, two, three = GaussianCurve(0.5), GaussianCurve(1.0), GaussianCurve(2.0)
     inside = best_curve([with_delta(one, 1e-7), best_curve([two, three])])
     nested = best_curve([with_delta(with_delta(inside, 1e-11), 1e-10), three])
-    found = alternatives(nested)
+    found = nested.alternatives()
     assert [curve for curve, _ in found] == [one, two, three]
     assert [failure for _, failure in found] == pytest.approx([1.0011e-7, 1.1e-10, 0.0])
     twice = compose_curves([(nested, 2)])
@@ -165,11 +164,11 @@ def test_the_best_of_curves_that_may_fail_in_any_order_of_nesting():
 def test_whatever_is_composed_has_no_curve_inside_another(order, relation, usual):
     """The best of curves, and failures, are resolved wherever they stand."""
     for parts in compositions(order, relation, usual(1, 6)):
-        for curve, failure in alternatives(accountant_of(parts, relation).guarantee.curve):
+        for curve, failure in accountant_of(parts, relation).guarantee.curve.alternatives():
             assert failure < 1
             assert not isinstance(curve, BestOfCurves)
             for part, _ in getattr(curve, "parts", ()):
-                assert alternatives(part) == ((part, 0.0),)
+                assert part.alternatives() == ((part, 0.0),)
 
 
 TABLE = [

@@ -26,7 +26,7 @@ from hidden_state_accountants.bounds.solvers.windows import (
     Window,
     Windows,
 )
-from hidden_state_accountants.bounds.subsampling import _SampledRun
+from hidden_state_accountants.bounds.subsampling import SampledRun
 from hidden_state_accountants.curves.composed import compose_curves
 from hidden_state_accountants.process.stretching import Stretching
 
@@ -51,7 +51,7 @@ def share(exact, claims):
 
 def closeness(run):
     """How close the run comes to the claim of a window; the closest one is computed rigorously."""
-    sampled = _SampledRun.of(run.event, run.relation)
+    sampled = SampledRun.of(run.event, run.relation)
     windows = Windows(sampled.segment(0, run.event.num_steps))
     quick = QuickLosses(step_profile(run.event, run.relation), 1e-5, 1.0)
     epsilons = CELLS * quick.width
@@ -165,7 +165,7 @@ def test_a_released_iterate_and_the_last_one(order, slope):
         num_steps=5, weight_decay=0.3, release_steps=(2,), batch_order=order,
         loss=hsa.LossGeometry.generalized_linear(0.9),
     )  # fmt: skip
-    sampled = _SampledRun.of(event, SPECIAL)
+    sampled = SampledRun.of(event, SPECIAL)
     quick = QuickLosses(step_profile(event, SPECIAL), 1e-5, 1.0)
     laws = [joint_law(event, slope, is_shown) for is_shown in (True, False)]
     exact = np.array(

@@ -12,8 +12,6 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import shifted_interpolation
 from hidden_state_accountants.bounds.data_order import late_mu_squared
 from hidden_state_accountants.bounds.shifted_interpolation import (
-    distance_before_tail,
-    largest_distance,
     mu_squared_by_position,
     worst_mu_squared,
 )
@@ -22,6 +20,7 @@ from hidden_state_accountants.bounds.solvers.shifts import (
     least_mu_squared,
     mu_squared_of_equal_steps,
 )
+from hidden_state_accountants.process.distances import distance_after, distance_by_moduli
 from hidden_state_accountants.process.noisy_process import noisy_process
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
@@ -95,7 +94,6 @@ RUNS = {
 def short_is_long(monkeypatch):
     monkeypatch.setattr(shifts, "_TAILS", (32, 128, 256))
     monkeypatch.setattr(shifted_interpolation, "LONG", 100)
-    monkeypatch.setattr(hsa.bounds.data_order, "LONG", 100)
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -143,17 +141,20 @@ def test_reshuffled_long_runs_equal_their_scan(changes, short_is_long, monkeypat
 def test_distances_before_a_tail_are_never_below_the_tracked_ones(c, kappa):
     process = attrs.evolve(
         noisy_process(RUNS["cyclic"], SPECIAL),
+        contraction=np.array([c]),
+        sensitivity=np.array([0.3]),
         drift_contraction=np.array([kappa]),
         drift=np.array([0.9]),
         domain_diameter=5.0,
     )
     by_moduli = by_drift = 0.0
     for step in range(1, 24):
-        by_moduli = c * by_moduli + (0.3 if (step - 1) % 4 == 0 else 0.0)
+        by_moduli = c * by_moduli + (0.3 if (step - 1) % process.period == 0 else 0.0)
         by_drift = min(5.0, kappa * by_drift + 0.9)
-        assert largest_distance(c, 0.3, 4, step) * (1 + 1e-12) >= by_moduli
-        bound = distance_before_tail(process, step)
-        assert by_drift <= bound <= by_drift * (1 + 1e-8)
+        found = distance_by_moduli(process, step)
+        assert found >= by_moduli
+        least = min(by_drift, found)
+        assert least <= distance_after(process, step) <= least * (1 + 1e-8)
 
 
 @pytest.mark.parametrize(

@@ -17,9 +17,9 @@ from hidden_state_accountants.bounds import Composition, Subsampling
 from hidden_state_accountants.bounds.composition import record_mus
 from hidden_state_accountants.bounds.solvers.shifts import least_mu_squared
 from hidden_state_accountants.bounds.solvers.windows import Plan, SampledSteps, Windows
-from hidden_state_accountants.bounds.subsampling import USUAL, _SampledRun
+from hidden_state_accountants.bounds.subsampling import USUAL, SampledRun
 from hidden_state_accountants.curves import composed_loss, losses
-from hidden_state_accountants.curves.base import alternatives, known_of
+from hidden_state_accountants.curves.base import known_of
 from hidden_state_accountants.curves.by_profile import (
     replaced_without_replacement,
     sampled_curve,
@@ -214,7 +214,7 @@ class TestBatchSizes:
 
     def test_moduli_of_single_steps_are_those_of_the_largest_batch(self):
         event = probe_run(batch_order="poisson")
-        c = _SampledRun.of(event, SPECIAL, USUAL).process.contraction[0]
+        c = SampledRun.of(event, SPECIAL, USUAL).process.contraction[0]
         sizes = BatchSizes.of(event, SPECIAL, 5e-13)
         assert c == noisy_process(event, SPECIAL, sizes.largest).contraction[0]
         assert c > 1.01 * noisy_process(event, SPECIAL, event.batch_size).contraction[0]
@@ -222,12 +222,12 @@ class TestBatchSizes:
     def test_a_cap_adds_the_probability_that_it_acts(self):
         event = probe_run(batch_order="poisson", max_batch_size=610)
         assert largest_size(event, SPECIAL, 1e-12) == 610
-        extra = _SampledRun.of(event, SPECIAL).failure
+        extra = SampledRun.of(event, SPECIAL).failure
         assert extra == pytest.approx(20_000 * stats.binom(49_999, 0.01).sf(609), rel=1e-6)
         assert 1e-6 < extra < 0.1
         curve = Subsampling().guarantee(event, SPECIAL).curve
         assert curve.epsilon(extra) == math.inf
-        for single, failure in alternatives(curve):
+        for single, failure in curve.alternatives():
             assert failure >= extra
             assert curve.delta(1.0) <= (single.delta(1.0) + failure) * (1 + 1e-12)
         assert curve.delta(1.0) >= extra
@@ -318,7 +318,7 @@ def test_a_window_is_paid_for(order, diameter):
         batch_order=order, domain_diameter=diameter, clip_norm=2**0.5, noise_multiplier=2.0
     )  # the clip never acts: c = 0.95 whatever the size of a batch is
     plan = Plan(60, 12, 0.8)
-    sampled = _SampledRun.of(event, SPECIAL)
+    sampled = SampledRun.of(event, SPECIAL)
     steps = sampled.segment(0, event.num_steps)
     window = Windows(steps).window(plan, 160, 400)
     assert dict(window.sampled_mus) == {0.5: 48, 0.5 / 0.8**0.5: 12}

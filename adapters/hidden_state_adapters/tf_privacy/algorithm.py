@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import attrs
@@ -23,6 +23,7 @@ from hidden_state_accountants.runs.run import SLACK, Run, Step
 from hidden_state_adapters.batch_plans import BatchPlan
 from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
 from hidden_state_adapters.tf_privacy import keras_api
+from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 from hidden_state_adapters.tf_privacy.lineage import Lineage, RunState
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import (
@@ -125,8 +126,8 @@ class Algorithm:
         check_variables(variables)
         self.update = update = Update(optimizer, variables)
         rule.check(settings, update, plan)
-        strategy = getattr(variables[0], "distribute_strategy", None)
-        if strategy is not None and (rule.why_one_replica or not update.is_plain_sgd):
+        self._strategy = getattr(variables[0], "distribute_strategy", None)
+        if self._strategy is not None and (rule.why_one_replica or not update.is_plain_sgd):
             why = rule.why_one_replica or "Keras' other optimizers exchange gradients themselves"
             what = type(rule).__name__ if rule.why_one_replica else update.name
             raise UnsupportedRunError(
@@ -153,6 +154,17 @@ class Algorithm:
         self.begin(Declared())
 
     # The steps
+
+    def take(
+        self,
+        passes: Sequence[Callable[[], ExampleGradients]],
+        rows: tf.Tensor,
+        rate: tf.Tensor,
+        left: Sequence[tf.Tensor],
+    ) -> tuple[ExampleGradients, tf.Tensor, tf.Tensor]:
+        """See `PrivateStep.take`."""
+        refuse_surroundings(self._strategy)  # fit enters the strategy of the model
+        return self.step.take(passes, rows, rate, left)
 
     def rates(self, count: int) -> list[float]:
         """Returns the learning rates of the next steps; of Keras' own updates 1."""
@@ -249,9 +261,9 @@ class Algorithm:
         self.step.noise_multiplier = noise_multiplier
         self.begin(self._declared)
 
-    def check_start(self, variables: Sequence[Any]) -> None:
+    def check_start(self, variables: Sequence[Any], declared: Declared) -> None:
         """Raises UnsupportedRunError if no run begins with these variables and declarations."""
-        if self._declared.gradient_bound < math.inf and not self._rule.takes_gradient_bound:
+        if declared.gradient_bound < math.inf and not self._rule.takes_gradient_bound:
             raise UnsupportedRunError(
                 "Expected gradient_bound for a Dice optimizer, got "
                 f"{type(self.update.optimizer).__name__}. Say loss_geometry, or nothing."
@@ -275,9 +287,9 @@ class Algorithm:
         """Geometry of the loss that its runs are accounted with."""
         return getattr(self.described, "loss", None)
 
-    def new_run(self) -> Run:
+    def new_run(self, declared: Declared) -> Run:
         """Returns the empty record of a run."""
-        return self.described.new_run(self.plan.fields)
+        return self._rule.described(self, declared).new_run(self.plan.fields)
 
     def step_of(self, entry: StepEntry) -> Step:
         """Returns what a step says to the run; UnsupportedRunError if it is none of such a run."""

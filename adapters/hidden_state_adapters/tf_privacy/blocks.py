@@ -14,6 +14,7 @@ from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.algorithm import Algorithm, Blocks, UpdateRule, as_meant
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import Update
+from hidden_state_adapters.tf_privacy.trained_part import check_variables
 
 
 def blocks_of(given: Any, trained: Sequence[Any] = ()) -> Blocks:
@@ -22,14 +23,18 @@ def blocks_of(given: Any, trained: Sequence[Any] = ()) -> Blocks:
     items = list(
         trained if items is None else items if isinstance(items, list | tuple) else [items]
     )
-    blocks = items if any(isinstance(item, list | tuple) for item in items) else [items]
+    nested = [isinstance(item, list | tuple) for item in items]
+    if any(nested) and not all(nested):
+        raise UnsupportedRunError(
+            "Expected a list of variables or a list of such lists, got both in one list."
+        )
 
     def variable(item: Any) -> Any:
         if isinstance(item, int) and 0 <= item < len(trained):
             return trained[item]
         return keras_api.tensor_of(item)
 
-    return tuple(tuple(map(variable, block)) for block in blocks)
+    return tuple(tuple(map(variable, block)) for block in (items if any(nested) else [items]))
 
 
 def check_blocks(blocks: Blocks, trained: Sequence[Any]) -> None:
@@ -47,6 +52,7 @@ def check_blocks(blocks: Blocks, trained: Sequence[Any]) -> None:
             "Expected blocks that have variables, each variable in one block, got "
             f"{[[variable.name for variable in block] for block in blocks]}."
         )
+    check_variables(own)
     given, own_refs = {variable.ref() for variable in trained}, set(seen)
     if given != own_refs:
         outside = [variable.deref().name for variable in given ^ own_refs]

@@ -94,14 +94,13 @@ class RecordedRun:
         self.model, self.declared, self._fixed = model, declared, FixedVariables(model)
         self.of_gradients = None if checked is None else tuple(checked)
         self.of_batches = _FIXED if checked is None else optimizer.plan.description
+        optimizer.begin(declared)
+        optimizer.check_start(keras_api.trained(model), declared)
+        if checked is not None or not optimizer.blocks:  # else the first step says what they are
+            self._check_convexity()
         # Of a microbatch no example is left out, and one without gradient makes it another one.
         has_several = optimizer.examples_of_record > 1
         self.relation = NeighboringRelation.REPLACE_ONE if has_several else relation
-        optimizer.begin(declared)
-        optimizer.new_run().check_relation(self.relation)
-        optimizer.check_start(keras_api.trained(model))
-        if checked is not None or not optimizer.blocks:  # else the first step says what they are
-            self._check_convexity()
         self.num_batches, self.texts = 0, tuple[str, ...]()
         self._run: Run | None = None  # the first step decides what it is about
         self._invalid = ""
@@ -185,7 +184,7 @@ class RecordedRun:
         state = continued.state
         self._lineage.check_newest(continued)
         self.optimizer.resume(state, keras_api.trained(self.model))
-        self._run = self._lineage.run = self.optimizer.new_run()
+        self._run = self._lineage.run = self.optimizer.new_run(self.declared)
         self._run.load_state_dict(state.run)  # names the field that differs
         self.num_batches = self._lineage.steps = state.num_steps
         self._lineage.released = max(self._run.release_steps, default=0)
@@ -239,14 +238,13 @@ class RecordedRun:
                 "or other rows."
             )
         self.num_batches = step
+        told = attrs.evolve(self.optimizer.step_of(entry), batch=batch, rows=plan.batch_size)
         if step == 1:
             self.check_variables()
-            self.optimizer.begin(self.declared)  # of blocks that the step was told
             self._check_convexity()
-            self._run = self._lineage.run = self.optimizer.new_run()
-        assert self._run is not None
-        told = self.optimizer.step_of(entry)
-        self._run.add(attrs.evolve(told, batch=batch, rows=plan.batch_size))
+        if self._run is None:
+            self._run = self._lineage.run = self.optimizer.new_run(self.declared)
+        self._run.add(told)
         self._lineage.steps = step
         if self._releases_next:
             self._releases_next = False
@@ -297,7 +295,7 @@ class RecordedRun:
             watch_files(model, weakref.WeakMethod(self._writes))
         self.model = model
         self.check_iterate()
-        optimizer.check_start(keras_api.trained(model))
+        optimizer.check_start(keras_api.trained(model), self.declared)
 
     # What must hold for an epsilon
 

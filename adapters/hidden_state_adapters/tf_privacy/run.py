@@ -38,7 +38,7 @@ from hidden_state_adapters.tf_privacy.step import (
 )
 from hidden_state_adapters.tf_privacy.trained_part import (
     FixedVariables,
-    check_made_in_scope,
+    check_made_in,
     refuse_surroundings,
     strategy_of,
 )
@@ -205,6 +205,8 @@ class PrivateRun(PrivacyReport):
         settings = settings.with_clip_norm(known.declared.longest_gradient, known.why_not)
         self.settings, self.noise_multiplier = settings, settings.noise_multiplier
         self.steps = Algorithm(rule, settings, optimizer, self.plan, variables)
+        # Of the order of the batches; what is known of the loss only adds theorems.
+        self.steps.new_run(known.declared).check_relation(self.relation)
         self._record: RecordedRun = RecordedRun(
             model,
             self.steps,
@@ -265,7 +267,7 @@ class PrivateRun(PrivacyReport):
         with contextlib.nullcontext() if strategy is None else strategy.scope():
             keras_api.build(model, self._examples.x)  # variables of Keras are those of its replicas
             if strategy is not None:
-                check_made_in_scope(keras_api.variables(model))
+                check_made_in(strategy, keras_api.variables(model))
             if strategy is not None or keras_api.IS_KERAS_3:
                 keras_api.build_optimizer(optimizer, model.trainable_variables)
             if strategy is not None:
@@ -506,7 +508,7 @@ class PrivateRun(PrivacyReport):
         return tf.concat([total, tf.stack(told)], 0), left
 
     def _take_on_replica(self, rows: Any, indices: Any, rate: Any, left: Any) -> tuple[Any, ...]:
-        """Takes a step; returns sum and number of the losses, and what `PrivateStep.take` tells."""
+        """Takes a step; returns sum and number of the losses, and what `Algorithm.take` tells."""
         indices = indices[: filled(rows, self._multiple)]  # what follows has the size of another
         if self._strategy is not None:  # a part of the batch, a row or more
             replica = tf.distribute.get_replica_context().replica_id_in_sync_group
@@ -528,7 +530,6 @@ class PrivateRun(PrivacyReport):
     def _take(
         self, rows: Any, rate: Any, left: Any, x: Any, y: Any, *weights: Any
     ) -> tuple[Any, ...]:
-        refuse_surroundings(self._strategy)  # fit enters the strategy of the model
         if not self.steps.trains(keras_api.trained(self._model)):
             raise UnsupportedRunError(MOVED)
 
@@ -537,7 +538,7 @@ class PrivateRun(PrivacyReport):
             return times(found, *weights) if weights else found
 
         passes = [functools.partial(gradients_by, one) for one in self.clipping]
-        found, longest, same = self.steps.step.take(passes, rows, rate, left)
+        found, longest, same = self.steps.take(passes, rows, rate, left)
         return found.losses, found.outputs, longest, same
 
     # Calls of fit
@@ -619,7 +620,7 @@ class PrivateRun(PrivacyReport):
         self._check_may_step(total - before)
 
         def planned() -> Any:
-            return steps.with_steps_ahead(steps.new_run(), *ahead)
+            return steps.with_steps_ahead(steps.new_run(record.declared), *ahead)
 
         if target is not None:
             steps.set_noise(1.0)

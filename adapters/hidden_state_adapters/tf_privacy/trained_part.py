@@ -56,7 +56,7 @@ def strategy_of(model: Any) -> Any:
     return strategy
 
 
-def check_made_in_scope(variables: Sequence[Any]) -> None:
+def check_made_in(strategy: Any, variables: Sequence[Any]) -> None:
     """Raises UnsupportedRunError if a variable has no copy in every replica."""
     for variable in variables:
         if not isinstance(variable, tf.distribute.DistributedValues):

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import attrs
 import numpy as np
 
-from hidden_state_accountants.bounds.solvers.distance_law import (
+from hidden_state_accountants.bounds.solvers.windows import (
     DistanceLaw,
     fewer_levels,
     law_of_sum,

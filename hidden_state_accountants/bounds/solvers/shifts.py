@@ -22,9 +22,8 @@ pooled steps cost :math:`(\sum r)^2 / \sum w` each. Three forms of it:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import attrs
 import numpy as np
 import numpy.typing as npt
 
@@ -215,87 +214,52 @@ def mu_squared_from_start(process: NoisyProcess, start: int, stop: int) -> np.nd
     """mu**2 of the steps start+1..stop from a shared state, by the first batch of the record.
 
     Entry i is for the record whose first batch is that of step start+1+i; None if the products of
-    the moduli leave the range of a double.
+    the moduli leave the range of a double. Epochs that a contraction has made e**150 times smaller
+    are left out, and what is left of their shifts comes with the next one.
     """
-    sums = _Epochs.of(process, start, stop)
-    return None if sums is None else np.array([_column(c) for c in sums.columns()]) * sums.scale
+    steps, period = slice(start, stop), min(process.period, stop - start)
+    missing = (start - stop) % period
 
+    def by_epoch(values: np.ndarray) -> np.ndarray:
+        return np.append(values, np.zeros(missing)).reshape(-1, period)
 
-def _column(blocks: list[Block]) -> float:
-    stack = BlockStack(grows_left=False)
-    for block in blocks:
-        stack.push(block)
-    return stack.cost
-
-
-@attrs.frozen(eq=False)
-class _Epochs:
-    """The sums of a participation and the steps up to the next one, seen from the end.
-
-    Arrays of (epochs, positions), the first step at position 0. Epochs that a contraction has made
-    e**150 times smaller are left out, and what is left of their shifts comes with the next one.
-
-    Attributes:
-        shifts: s_t C_t, in units of the largest sensitivity.
-        weights: Sums of (C_i sigma_i)**2 from step t to the next participation.
-        products: C_t.
-        scale: Factor of every cost, rounded up.
-    """
-
-    shifts: np.ndarray
-    weights: np.ndarray
-    products: np.ndarray
-    scale: float
-
-    def columns(self) -> Iterator[list[Block]]:
-        """Blocks by position, with exponents of their own: their products may not underflow."""
-        exponents = np.frexp(self.products)[1]
-        arrays = (
-            np.ldexp(self.shifts, -exponents),
-            np.ldexp(self.weights, -2 * exponents),
-            exponents,
-        )
-        for columns in zip(*(array.T.tolist() for array in arrays), strict=True):
-            yield list(zip(*columns, strict=True))
-
-    @classmethod
-    def of(cls, process: NoisyProcess, start: int, stop: int) -> _Epochs | None:
-        """None if the products of the moduli leave the range of a double."""
-        steps, period = slice(start, stop), min(process.period, stop - start)
-        missing = (start - stop) % period
-
-        def by_epoch(values: np.ndarray) -> np.ndarray:
-            return np.append(values, np.zeros(missing)).reshape(-1, period)
-
-        sensitivity, noise_std = process.sensitivity[steps], process.noise_std[steps]
-        shift_unit, noise_unit = float(sensitivity.max()) or 1.0, float(noise_std.max()) or 1.0
-        with np.errstate(divide="ignore"):
-            log_moduli = np.log(process.contraction[steps])
-            log_shifts = np.log(by_epoch(sensitivity / shift_unit))
-        if not np.isfinite(log_moduli).all():
-            return None
-        later = np.append(np.cumsum(log_moduli[:0:-1])[::-1], 0.0)
-        by_step = by_epoch(later)
-        far = np.flatnonzero(np.abs(by_step).max(axis=1) > _SPAN)
-        first = int(far[-1]) + 1 if len(far) else 0
-        needed = 2 if missing else 1  # epochs with every position
-        if first > max(len(by_step) - needed, 0):
-            return None
-        if first and by_step[first - 1].max() > -_SPAN / 2:
-            return None
-        moved = np.logaddexp.accumulate(log_shifts + by_step, axis=0)
-        products, takes_part = np.exp(by_step[first:]), np.isfinite(log_shifts[first:])
-        shifts = np.exp(log_shifts[first:]) * products
-        shifts[takes_part] = np.maximum(shifts[takes_part], _TINY)
-        if first:  # what is left of all that was before
-            shifts[0] += np.exp(moved[first - 1])
-        weights = (by_epoch(noise_std / noise_unit)[first:] * products) ** 2
-        after = np.zeros_like(weights)
-        after[:, :-1] = np.cumsum(weights[:, :0:-1], axis=1)[:, ::-1]
-        after[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)
-        rounding = 2e-15 * weights.size * (1 + float(np.abs(by_step[first:]).max()))
-        scale = (shift_unit / noise_unit) ** 2 * (1 + rounding)
-        return cls(shifts, after + weights, products, scale)
+    sensitivity, noise_std = process.sensitivity[steps], process.noise_std[steps]
+    shift_unit, noise_unit = float(sensitivity.max()) or 1.0, float(noise_std.max()) or 1.0
+    with np.errstate(divide="ignore"):
+        log_moduli = np.log(process.contraction[steps])
+        log_shifts = np.log(by_epoch(sensitivity / shift_unit))
+    if not np.isfinite(log_moduli).all():
+        return None
+    by_step = by_epoch(np.append(np.cumsum(log_moduli[:0:-1])[::-1], 0.0))  # log C_t
+    far = np.flatnonzero(np.abs(by_step).max(axis=1) > _SPAN)
+    first = int(far[-1]) + 1 if len(far) else 0
+    needed = 2 if missing else 1  # epochs with every position
+    if first > max(len(by_step) - needed, 0):
+        return None
+    if first and by_step[first - 1].max() > -_SPAN / 2:
+        return None
+    moved = np.logaddexp.accumulate(log_shifts + by_step, axis=0)
+    products, takes_part = np.exp(by_step[first:]), np.isfinite(log_shifts[first:])
+    shifts = np.exp(log_shifts[first:]) * products
+    shifts[takes_part] = np.maximum(shifts[takes_part], _TINY)
+    if first:  # what is left of all that was before
+        shifts[0] += np.exp(moved[first - 1])
+    # Of a participation and the steps up to the next one, which is in the row below.
+    weights = (by_epoch(noise_std / noise_unit)[first:] * products) ** 2
+    after = np.zeros_like(weights)
+    after[:, :-1] = np.cumsum(weights[:, :0:-1], axis=1)[:, ::-1]
+    after[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)
+    rounding = 2e-15 * weights.size * (1 + float(np.abs(by_step[first:]).max()))
+    # Blocks have exponents of their own: their products may not underflow.
+    exponents = np.frexp(products)[1]
+    blocks = np.ldexp(shifts, -exponents), np.ldexp(after + weights, -2 * exponents), exponents
+    costs = []
+    for columns in zip(*(array.T.tolist() for array in blocks), strict=True):
+        stack = BlockStack(grows_left=False)
+        for block in zip(*columns, strict=True):
+            stack.push(block)
+        costs.append(stack.cost)
+    return np.array(costs) * ((shift_unit / noise_unit) ** 2 * (1 + rounding))
 
 
 def mu_squared_of_equal_steps(
@@ -337,15 +301,14 @@ def mu_squared_of_equal_steps(
         blocks = _blocks(math.log(contraction), period, before, has_gap * gap, last)
         cost = np.maximum(_regression(*blocks), _TINY)
     else:
-        log = math.log(contraction)
-        cost = before * _own_block(log, np.array(float(period))) + _own_block(log, last)
-        cost += has_gap * _own_block(log, gap)
+        log = -2 * math.log(contraction)
+
+        def own_block(steps: np.ndarray) -> np.ndarray:
+            return np.asarray(np.expm1(log) / np.expm1(log * steps))
+
+        cost = before * own_block(np.array(float(period))) + own_block(last)
+        cost += has_gap * own_block(gap)
     return np.where((total > 0) & (cost > 0), cost * shift_in_noise**2, 0.0)
-
-
-def _own_block(log: float, steps: np.ndarray) -> np.ndarray:
-    """1 / sum over i < steps of c^(-2i), for c > 1."""
-    return np.asarray(np.expm1(-2 * log) / np.expm1(-2 * log * steps))
 
 
 _Sums = tuple[np.ndarray, np.ndarray]  # shifts and weights of blocks
@@ -367,11 +330,8 @@ def _blocks(
         return shift, np.exp(2 * log * after) * powers(number * steps, 2)
 
     one = np.ones(last.shape)
-    return (
-        block(before, np.full(last.shape, float(period)), last + gap),
-        block(np.minimum(gap, 1), gap, last),
-        block(one, last, 0 * one),
-    )
+    early = block(before, np.full(last.shape, float(period)), last + gap)
+    return early, block(np.minimum(gap, 1), gap, last), block(one, last, 0 * one)
 
 
 def _regression(first: _Sums, second: _Sums, third: _Sums) -> np.ndarray:

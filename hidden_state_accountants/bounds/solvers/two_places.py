@@ -17,6 +17,7 @@ import numpy as np
 
 from hidden_state_accountants.bounds.solvers.shifts import BlockStack
 from hidden_state_accountants.curves.hidden_place import Places
+from hidden_state_accountants.process.distances import distance_by_moduli
 from hidden_state_accountants.process.noisy_process import NoisyProcess
 
 _SPAN = 300.0  # nats of products of moduli within an epoch, or in a group of epochs
@@ -180,10 +181,8 @@ def _recent(process: NoisyProcess) -> tuple[NoisyProcess, float]:
     if not process.is_constant or process.release_steps or not 0 < c < 1:
         return process, 0.0
     kept = math.log(_NEGLIGIBLE * (1 - c)) / math.log(c)
-    start = int((process.num_steps - kept) // period) * period
-    if start <= 0:
-        return process, 0.0
-    return process.from_step(start), float(process.sensitivity[0]) / (1 - c**period)
+    start = max(0, int((process.num_steps - kept) // period) * period)
+    return process.from_step(start) if start else process, distance_by_moduli(process, start)
 
 
 def places_of_fresh_orders(
