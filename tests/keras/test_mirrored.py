@@ -1,4 +1,8 @@
-"""A model in a MirroredStrategy trains as on one device; other strategies are refused by name."""
+"""A model in a MirroredStrategy trains as on one device; other strategies are refused by name.
+
+And gradients row by row with the kernels of TensorFlow that this processor does not choose: oneDNN
+is off on a GPU and on some CPUs, and what is differentiated there has other outputs.
+"""
 
 import os
 import subprocess
@@ -29,11 +33,17 @@ OPTIMIZERS = [  # which need Keras 2
 def found():
     """What every case said."""
     pytest.importorskip("tensorflow")
-    result = subprocess.run(
-        [sys.executable, SCRIPT], capture_output=True, text=True, check=True, timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    return dict(line.split(" | ", 1) for line in result.stdout.splitlines() if " | " in line)
+    lines = output_of(SCRIPT).splitlines()
+    return dict(line.split(" | ", 1) for line in lines if " | " in line)
+
+
+def output_of(*command, **variables):
+    """What a program says in a process of its own."""
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    return subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=True, timeout=300,
+        env={**own, "OMP_NUM_THREADS": "1", **variables},
+    ).stdout  # fmt: skip
 
 
 def test_every_case_is_known(found):
@@ -62,3 +72,20 @@ def test_optimizers_with_noise_are_refused(case, found):
     text = "UnsupportedRunError: Expected no distribution strategy, got MirroredStrategy with 2"
     assert found[case].startswith(text)
     assert "Train outside of strategy.scope()." in found[case]
+
+
+@pytest.mark.exhaustive  # another import of TensorFlow each
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_rows_with_the_other_kernels(replicas):
+    """Of all layers that are differentiated so; of normalised features in Poisson batches."""
+    util = pytest.importorskip("tensorflow.python.util._pywrap_util_port")
+    other = {"TF_ENABLE_ONEDNN_OPTS": "0" if util.IsMklEnabled() else "1"}
+    if replicas == 2:
+        case = "rows_of_poisson_batches"
+        found = output_of(SCRIPT, case, **other)
+        assert float(found.removeprefix(f"{case} | ")) < 1e-6
+        return
+    rows = "test_other_layers_go_row_by_row and (scale or sequence or embedding or convolution)"
+    file = Path(__file__).with_name("test_model.py")
+    said = output_of("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", rows, file, **other)
+    assert "4 passed" in said, said
