@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import ClassVar
 
 import attrs
@@ -129,57 +128,36 @@ class LastIterateDpEvent(DealtEvent):
                     name, value, self.num_steps, positive=positive, is_small=is_small
                 )
                 object.__setattr__(self, name, value)
-        if self.clip_norm is None and (self.loss is None or self.loss.lipschitz is None):
+        loss = self.loss
+        if self.clip_norm is None and (loss is None or loss.lipschitz is None):
             raise ValueError(
                 "Expected loss.lipschitz when clip_norm is None, got none. Declare the bound on "
                 "the per-example gradient norm, or clip."
             )
-        object.__setattr__(self, "release_steps", self._released())
-        self._check_loss_of_records()
-        self._check_dealing()
-        self._check_batches()
-        self._check_decay()
-
-    def _released(self) -> tuple[int, ...]:
-        if isinstance(self.release_steps, str) or not isinstance(self.release_steps, Iterable):
-            raise TypeError(
-                f"Expected release_steps to be a sequence of steps, got {self.release_steps!r}."
-            )
-        remedy, last = "Steps count from 1 to num_steps.", self.num_steps
-        steps = {
-            validate.integer("release_steps", step, minimum=1, maximum=last, remedy=remedy)
-            for step in self.release_steps
-        }
-        return tuple(sorted(steps - {self.num_steps}))  # the last iterate always is released
-
-    def _check_loss_of_records(self) -> None:
-        loss = self.loss
-        if self.is_microbatched and loss is not None and loss.kind is LossKind.GENERALIZED_LINEAR:
+        if self.is_microbatched and loss and loss.kind is LossKind.GENERALIZED_LINEAR:
             lipschitz = "" if loss.lipschitz is None else f", lipschitz={loss.lipschitz:g}"
             raise ValueError(
-                f"Expected the loss of a microbatch with is_microbatched=True, got {loss!r}: the "
-                "mean of the losses of several examples is a function of several products, not of "
-                "one, and clipping its gradient may stretch a step. Use "
+                f"Expected the loss of a microbatch with is_microbatched=True, got {loss!r}: "
+                "clipping the mean gradient of several examples may stretch a step. Use "
                 f"LossGeometry.convex({loss.smoothness:g}{lipschitz})."
             )
-
-    def _check_batches(self) -> None:
-        order = self.batch_order
-        if self.max_batch_size is not None and order not in OF_RANDOM_SIZE:
+        released = {
+            validate.integer("release_steps", step, minimum=1, maximum=self.num_steps)
+            for step in self.release_steps
+        }
+        # The last iterate always is released.
+        object.__setattr__(self, "release_steps", tuple(sorted(released - {self.num_steps})))
+        self._check_dealing()
+        if self.max_batch_size is not None and self.batch_order not in OF_RANDOM_SIZE:
             raise ValueError(
-                f"Expected max_batch_size = None for {order.name} batches, "
-                f"got {self.max_batch_size!r}. Only POISSON batches and balls in bins vary in size."
+                f"Expected max_batch_size = None for {self.batch_order.name} batches, got "
+                f"{self.max_batch_size!r}. Only POISSON batches and balls in bins vary in size."
             )
-
-    def _check_decay(self) -> None:
         steps = self.num_steps if self.has_schedules else 1
         product = per_step(self.learning_rate, steps) * per_step(self.weight_decay, steps)
-        worst = float(np.max(product))
-        if worst >= 1:
-            where = f" at step {int(np.argmax(product)) + 1}" if self.has_schedules else ""
+        if (worst := float(product.max())) >= 1:
             raise ValueError(
-                f"Expected learning_rate * weight_decay < 1, got {worst:g}{where}. Lower one of "
-                "them."
+                f"Expected learning_rate * weight_decay < 1, got {worst:g}. Lower one of them."
             )
 
     def unmet_relation(self, relation: NeighboringRelation) -> str | None:
@@ -251,13 +229,21 @@ class LastIterateDpEvent(DealtEvent):
         """
         order, relation = self.batch_order, validate.neighboring_relation(neighboring_relation)
         unmet = self.unmet_relation(relation) or self.unequal_batches()
+        if self.cap_delta(relation) > 0:
+            unmet = (
+                f"No standard event covers batches that are cut at max_batch_size = "
+                f"{self.max_batch_size}: there a record can displace another one."
+            )
+        elif order is BatchOrder.POISSON and relation is NeighboringRelation.REPLACE_ONE:
+            unmet = (
+                "No standard event that every dp-accounting version evaluates is proven to "
+                "dominate POISSON batches under REPLACE_ONE: use "
+                "NeighboringRelation.REPLACE_SPECIAL or ADD_OR_REMOVE_ONE."
+            )
         if unmet:
             raise UnsupportedRunError(unmet)
         noise = self._noise_over_sensitivity(relation)
-        self._check_cap(relation)
-        if order is BatchOrder.POISSON:
-            self._check_poisson_composition(relation)
-        elif order is not BatchOrder.WITHOUT_REPLACEMENT:
+        if order not in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):
             return self._composed_of_fixed_batches(noise)
         values, counts = values_and_counts(noise)
         steps = [
@@ -307,21 +293,6 @@ class LastIterateDpEvent(DealtEvent):
         acts = (sensitivity > 0) & (self.per_step("learning_rate") > 0)
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.where(acts, self.noise_std_on_sum() / sensitivity, np.inf)
-
-    def _check_cap(self, relation: NeighboringRelation) -> None:
-        if self.cap_delta(relation) > 0:
-            raise UnsupportedRunError(
-                f"No standard event covers batches that are cut at max_batch_size = "
-                f"{self.max_batch_size}: there a record can displace another one."
-            )
-
-    def _check_poisson_composition(self, relation: NeighboringRelation) -> None:
-        if relation is NeighboringRelation.REPLACE_ONE:
-            raise UnsupportedRunError(
-                "No standard event that every dp-accounting version evaluates is proven to "
-                "dominate POISSON batches under REPLACE_ONE: use "
-                "NeighboringRelation.REPLACE_SPECIAL or ADD_OR_REMOVE_ONE."
-            )
 
     def cap_delta(self, relation: NeighboringRelation | str) -> float:
         """The delta that `max_batch_size` costs; 0 without a cap.

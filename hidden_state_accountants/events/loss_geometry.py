@@ -63,36 +63,21 @@ class LossGeometry:
     lipschitz: float | None = attrs.field(default=None, validator=validate.MAGNITUDE)
 
     def __attrs_post_init__(self) -> None:
-        kind = self.kind
-        if self.strong_convexity > self.smoothness:
-            raise ValueError(
-                f"Expected strong_convexity <= smoothness = {self.smoothness:g}, "
-                f"got {self.strong_convexity!r}."
-            )
-        allowed = {
-            "strong_convexity": kind is LossKind.STRONGLY_CONVEX,
-            "weak_convexity": kind in (LossKind.WEAKLY_CONVEX, LossKind.SMOOTH),
-        }
-        for name, is_allowed in allowed.items():
-            if getattr(self, name) and not is_allowed:
+        kind, strong, weak = self.kind, self.strong_convexity, self.weak_convexity
+        bends = self.smoothness > 0 or self.lipschitz is None
+        for is_wrong, wanted in (
+            (strong > self.smoothness, "strong_convexity <= smoothness"),
+            (strong and kind is not LossKind.STRONGLY_CONVEX, "strong_convexity = 0"),
+            (weak and kind not in (LossKind.WEAKLY_CONVEX, LossKind.SMOOTH), "weak_convexity = 0"),
+            (kind is LossKind.SMOOTH and weak != self.smoothness, "weak_convexity = smoothness"),
+            (self.exponent != 1 and kind is not LossKind.HOELDER, "exponent = 1"),
+            (kind is LossKind.LINEAR and bends, "smoothness = 0 and a lipschitz constant"),
+        ):
+            if is_wrong:
                 raise ValueError(
-                    f"Expected {name} = 0 for a {kind.value} loss, got {getattr(self, name)!r}."
+                    f"Expected {wanted} for a {kind.value} loss, got {attrs.asdict(self)}. Use a "
+                    "class method of LossGeometry."
                 )
-        if kind is LossKind.SMOOTH and self.weak_convexity != self.smoothness:
-            raise ValueError(
-                f"Expected weak_convexity = smoothness = {self.smoothness:g} for a smooth loss, "
-                f"got {self.weak_convexity!r}. Use LossGeometry.smooth or .weakly_convex."
-            )
-        if self.exponent != 1 and kind is not LossKind.HOELDER:
-            raise ValueError(
-                f"Expected exponent = 1 for a {kind.value} loss, got {self.exponent!r}. "
-                "Use LossGeometry.hoelder."
-            )
-        if kind is LossKind.LINEAR and (self.smoothness != 0 or self.lipschitz is None):
-            raise ValueError(
-                "Expected smoothness = 0 and a lipschitz constant for a linear loss, "
-                f"got smoothness {self.smoothness!r} and lipschitz {self.lipschitz!r}."
-            )
 
     @property
     def is_convex(self) -> bool:
@@ -279,20 +264,17 @@ class LossGeometry:
         return cls.convex(*_envelope(feature_norm, bias, inverse, clip_norm, smoothing, math.inf))
 
     def __repr__(self) -> str:
-        arguments = [
-            f"{'constant' if self.kind is LossKind.HOELDER else 'smoothness'}={self.smoothness!r}"
-        ]
-        if self.kind is LossKind.LINEAR:
-            arguments = []
-        if self.strong_convexity:
-            arguments.append(f"strong_convexity={self.strong_convexity!r}")
-        if self.kind is LossKind.WEAKLY_CONVEX:
-            arguments.append(f"weak_convexity={self.weak_convexity!r}")
-        if self.kind is LossKind.HOELDER:
-            arguments.append(f"exponent={self.exponent!r}")
-        if self.lipschitz is not None:
-            arguments.append(f"lipschitz={self.lipschitz!r}")
-        return f"LossGeometry.{self.kind.value}({', '.join(arguments)})"
+        """The call of the class method; what is 0 or None by default is left out."""
+        constant = "constant" if self.kind is LossKind.HOELDER else "smoothness"
+        named = {
+            constant: None if self.kind is LossKind.LINEAR else self.smoothness,
+            "strong_convexity": self.strong_convexity or None,
+            "weak_convexity": self.weak_convexity if self.kind is LossKind.WEAKLY_CONVEX else None,
+            "exponent": self.exponent if self.kind is LossKind.HOELDER else None,
+            "lipschitz": self.lipschitz,
+        }
+        given = (f"{name}={value!r}" for name, value in named.items() if value is not None)
+        return f"LossGeometry.{self.kind.value}({', '.join(given)})"
 
     # dp_accounting serialises the parts of an event with the method of the same name.
     to_named_tuple = dp_event.DpEvent.to_named_tuple

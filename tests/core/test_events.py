@@ -106,7 +106,7 @@ def test_string_orders_and_releases_are_canonical():
         ({"weight_decay": 2.0}, ValueError, "learning_rate \\* weight_decay < 1, got 1"),
         ({"domain_diameter": 0.0}, ValueError, "domain_diameter > 0"),
         ({"release_steps": (25,)}, ValueError, "release_steps <= 24"),
-        ({"release_steps": 5}, TypeError, "sequence of steps"),
+        ({"release_steps": 5}, TypeError, "not iterable"),
         ({"max_batch_size": 9}, ValueError, "Only POISSON batches and balls in bins vary"),
         ({"sampling_rate": 0.25}, ValueError, "sampling_rate = None for CYCLIC batches, got 0.25"),
         ({"batch_order": "poisson", "sampling_rate": 0}, ValueError, "sampling_rate > 0"),
