@@ -3,7 +3,6 @@ import io
 import json
 import subprocess
 import sys
-import warnings
 
 import attrs
 import pytest
@@ -180,13 +179,6 @@ def test_calibrate_needs_no_value_for_what_it_finds(hsa_json):
     assert hsa_json(f"calibrate {flags} -e 6 --parameter epochs")["epochs"] > 1
 
 
-def test_the_printed_noise_meets_the_target(folder, capsys):
-    assert run(["calibrate", "run.toml", "-e", "0.7"]) == 0
-    printed = capsys.readouterr().out
-    noise = float(printed.partition(",")[0].removeprefix("noise_multiplier = "))
-    assert 0.6999 < epsilon(cyclic_run(noise_multiplier=noise)) <= 0.7
-
-
 def test_compare(folder, hsa_json):
     found = hsa_json("compare run.toml --delta 1e-5 --delta 1e-4")
     (table,) = found["runs"]
@@ -292,25 +284,6 @@ def test_bad_input_is_one_line_and_status_2(folder, capsys, command):
     (line,) = captured.err.splitlines()
     assert line.startswith("hsa: ")
     assert BAD[command] in line
-
-
-def test_published_formulas_warn_unless_quiet(folder, capsys):
-    (folder / "dice.toml").write_text(
-        "\n".join(
-            f"{key} = {toml(value)}"
-            for key, value in dice_run(batch_size=2, error_clip_norm=1.0).to_dict().items()
-        ).replace("cyclic", "poisson")
-    )
-    command = ["epsilon", "dice.toml", "--accountant", "dice_sgd_published"]
-    showing = warnings.showwarning
-    assert run(command) == 0
-    captured = capsys.readouterr()
-    assert "NOT PROVEN" in captured.out
-    (line,) = captured.err.splitlines()
-    assert line.startswith("hsa: warning: ")
-    assert run([*command, "--quiet"]) == 0
-    assert capsys.readouterr().err == ""
-    assert warnings.showwarning is showing
 
 
 def test_no_arguments_show_the_help(capsys):

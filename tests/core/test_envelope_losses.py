@@ -103,14 +103,6 @@ def test_without_clip_and_smoothing_it_is_the_loss_itself():
     np.testing.assert_allclose(found.gradient, np.exp(log_p) - targets, atol=1e-15)
 
 
-def test_classes_are_one_hot_targets():
-    logits, targets = batch(30, 5, 3.0, 5)
-    by_class = envelope.softmax_cross_entropy(logits, targets.argmax(axis=1), clip_norm=0.3)
-    by_target = envelope.softmax_cross_entropy(logits, targets, clip_norm=0.3)
-    np.testing.assert_array_equal(by_class.gradient, by_target.gradient)
-    np.testing.assert_array_equal(by_class.value, by_target.value)
-
-
 @pytest.mark.parametrize("soft", [False, True])
 def test_the_error_bound_holds(soft):
     """Points that are off, in the logarithms or in the ridge, against bisection."""
@@ -174,15 +166,6 @@ def test_a_clip_norm_just_below_the_longest_gradient_is_rounded_down(clip_norm):
     almost = envelope.softmax_cross_entropy(logits, targets, clip_norm=clip_norm)
     rounded = envelope.softmax_cross_entropy(logits, targets, clip_norm=1.41)
     np.testing.assert_array_equal(almost.gradient, rounded.gradient)
-
-
-def test_the_order_of_the_records_and_their_number_do_not_matter(monkeypatch):
-    logits, targets = batch(60, 5, 4.0, 13)
-    whole = envelope.softmax_cross_entropy(logits, targets, clip_norm=0.3, smoothing=0.5)
-    monkeypatch.setattr("hidden_state_accountants.losses.envelope._BLOCK", 35)
-    parts = envelope.softmax_cross_entropy(logits, targets, clip_norm=0.3, smoothing=0.5)
-    np.testing.assert_allclose(parts.gradient, whole.gradient, atol=1e-13)
-    assert envelope.softmax_cross_entropy(logits[:0], targets[:0], clip_norm=1).value.shape == (0,)
 
 
 # --- losses of one prediction ---------------------------------------------------------------------
@@ -258,15 +241,6 @@ def test_scalar_gradients(name, smoothing, clip_norm):
         assert (change <= found.gradient[1:] * steps + slack).all()
         assert (change >= found.gradient[:-1] * steps - slack).all()
         assert (np.abs(change - middle.gradient * steps) <= rises * steps + slack).all()
-
-
-def test_scalar_losses_without_clip_and_smoothing():
-    z = np.linspace(-40, 40, 201)
-    found = envelope.logistic(z, np.full_like(z, 0.3), clip_norm=1.0)
-    np.testing.assert_allclose(found.value, logistic(z, 0.3), rtol=1e-13, atol=1e-14)
-    np.testing.assert_allclose(found.gradient, 1 / (1 + np.exp(-z)) - 0.3, atol=1e-15)
-    found = envelope.squared_error(z, z[::-1], clip_norm=1e9, scale=2.0)
-    np.testing.assert_allclose(found.value, (z - z[::-1]) ** 2, rtol=1e-13)
 
 
 def test_a_root_that_is_not_found_is_not_a_number(monkeypatch):
@@ -392,16 +366,3 @@ def test_bad_arguments_of_the_smoothing(changes, error, text):
     arguments = {"learning_rate": 0.5, "curvature": 0.5, "feature_norm": 1.0, **changes}
     with pytest.raises(error, match=text):
         hsa.envelope_smoothing(**arguments)
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "text"),
-    [
-        (lambda: LossGeometry.envelope_logistic(1.0, clip_norm=-1.0), ValueError, "clip_norm > 0"),
-        (lambda: LossGeometry.envelope_hinge(1.0, clip_norm=1.0, smoothing=0.0), ValueError,
-         "smoothing > 0"),
-    ],
-)  # fmt: skip
-def test_bad_arguments(call, error, text):
-    with pytest.raises(error, match=text):
-        call()

@@ -1,7 +1,6 @@
 """Groups of records: exact laws, and the data sets between two that differ in several records."""
 
 import math
-from typing import ClassVar
 
 import attrs
 import dp_accounting
@@ -58,14 +57,6 @@ class TestTheChain:
         assert failing.epsilon(1e-10) == math.inf
         for epsilon in (0.5, 3.0):  # a failure of a later test counts e^epsilon times
             assert failing.delta(epsilon) > GaussianCurve(1.5).delta(epsilon) + 3e-9
-
-    def test_composes(self):
-        once = group(run(num_steps=1), SPECIAL, 2)
-        twice = hsa.LastIterateAccountant(SPECIAL, group_size=2).compose(run(num_steps=1), 2)
-        exact = twice.get_epsilon(1e-5)  # the chain is formed once
-        assert 0.999 * exact <= hsa.compose_guarantees([once, once], SPECIAL).epsilon(1e-5) < 10
-        with pytest.raises(ValueError, match="groups of one size"):
-            hsa.compose_guarantees([once, group(run(), SPECIAL, 3)], SPECIAL)
 
 
 def exact_delta(shifts, weights, noise, epsilon):
@@ -208,22 +199,6 @@ def test_batches_of_a_fixed_size_are_not_supported_where_records_are_added_or_re
 
 
 class TestEverywhere:
-    FULL: ClassVar = {"batch_order": "full", "batch_size": 12}
-
-    def test_calibration(self):
-        event = run(**self.FULL)
-
-        def users(size):
-            return lambda: hsa.LastIterateAccountant(group_size=size)
-
-        alone = hsa.calibrate_noise(1.0, 1e-5, event)
-        together = hsa.calibrate_noise(1.0, 1e-5, event, make_accountant=users(50))
-        assert together == pytest.approx(50 * alone)
-        long = attrs.evolve(event, noise_multiplier=30.0)
-        assert hsa.calibrate_epochs(2.0, 1e-5, long, make_accountant=users(3)) == pytest.approx(
-            hsa.calibrate_epochs(2.0, 1e-5, long) / 9, abs=1
-        )
-
     def test_statement(self):
         event = cyclic_run(noise_multiplier=8.0)
         statements = []

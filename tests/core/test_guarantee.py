@@ -1,4 +1,4 @@
-"""What a guarantee says about itself."""
+"""What a guarantee says, and what it is good for beside epsilon."""
 
 import copy
 import json
@@ -7,7 +7,7 @@ import pickle
 import attrs
 import dp_accounting
 import pytest
-from dp_accounting import NeighboringRelation
+from dp_accounting import NeighboringRelation, pld
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
@@ -133,3 +133,96 @@ def test_what_holds_for_all_iterates_rests_on_hidden_ones_at_no_delta():
     assert guarantee.theorem == composition.theorem
     for delta in (1e-2, 1e-4, 1e-6, 1e-8):
         assert guarantee.epsilon(delta) >= composition.epsilon(delta) * (1 - 1e-9)
+
+
+ONE = NeighboringRelation.REPLACE_ONE
+
+
+def gaussian_mu(event):
+    return hsa.LastIterateAccountant("add_or_remove_one").compose(event).guarantee.mu
+
+
+ORDERS = ("cyclic", "shuffled_once", "reshuffled", "without_replacement", "poisson")
+
+
+def of_order(order="cyclic", relation=ONE, size=1):
+    event = cyclic_run(batch_order=order, noise_multiplier=8.0)
+    return hsa.LastIterateAccountant(relation, group_size=size).compose(event).guarantee
+
+
+class TestText:
+    def test_what_is_not_proven_is_said(self):
+        assert "NOT PROVEN" in repr(attrs.evolve(of_order(), caveat="a gap in Lemma 1"))
+
+    @pytest.mark.parametrize(
+        ("relation", "words"),
+        [
+            ("add_or_remove_one", "lacks a person"),
+            ("replace_one", "differ in the records of one person"),
+            ("replace_special", "no gradient in one of them"),
+        ],
+    )
+    def test_sentences_for_a_paper(self, relation, words):
+        found = of_order("poisson", relation)
+        text = found.statement(1e-6)
+        assert f"epsilon = {hsa.figures.text_up(found.epsilon(1e-6), 4)} and delta = 1e-06" in text
+        assert words in text
+        assert found.theorem in text
+        assert all(assumption.text in text for assumption in found.assumptions)
+
+    def test_sentences_say_whose_privacy_it_is(self):
+        assert "one person has at most 3 records" in of_order(size=3).statement()
+        unproven = attrs.evolve(of_order(), caveat="a gap in Lemma 1")
+        assert "NOT PROVEN: a gap in Lemma 1" in unproven.statement()
+
+
+class TestPrivacyLoss:
+    @pytest.mark.parametrize("order", ORDERS)
+    def test_never_below_the_guarantee_and_close_to_it(self, order):
+        found = of_order(order)
+        loss = found.privacy_loss()
+        for epsilon in (0.0, 0.05, 0.2, 0.5):
+            delta = found.delta(epsilon)
+            assert delta * (1 - 1e-9) <= loss.get_delta_for_epsilon(epsilon) <= 1.01 * delta + 1e-14
+
+
+class TestStandardEvents:
+    """What a stock accountant makes of the event is never below the guarantee."""
+
+    @pytest.mark.parametrize(
+        ("order", "relation"),
+        [
+            ("cyclic", "replace_one"),
+            ("shuffled_once", "replace_one"),
+            ("reshuffled", "replace_special"),
+            ("poisson", "replace_special"),
+            ("poisson", "add_or_remove_one"),
+        ],
+    )
+    def test_dominate(self, order, relation):
+        event = cyclic_run(batch_order=order, noise_multiplier=8.0)
+        runs = [event, event] if order == "cyclic" else [event]
+        accountant = hsa.LastIterateAccountant(relation)
+        for one in runs:
+            accountant.compose(one)
+        standard = accountant.guarantee.to_dpevent()
+        stock = pld.PLDAccountant(NeighboringRelation.ADD_OR_REMOVE_ONE).compose(standard)
+        for delta in (1e-3, 1e-5, 1e-7):
+            expected = accountant.get_epsilon(delta)
+            assert expected * (1 - 1e-3) <= stock.get_epsilon(delta)
+            if order == "cyclic":
+                assert stock.get_epsilon(delta) <= expected * 1.001
+        assert stock.get_epsilon(1e-5) < 5 * accountant.get_epsilon(1e-5)
+
+    def test_compositions_and_groups_of_mixtures(self):
+        once = cyclic_run(batch_order="shuffled_once", noise_multiplier=8.0)
+        worst = of_order("cyclic").mu
+        composed = hsa.LastIterateAccountant(ONE).compose(once, 2).compose(once)
+        assert gaussian_mu(composed.guarantee.to_dpevent()) == pytest.approx(3**0.5 * worst)
+        group = of_order("shuffled_once", size=3)
+        assert gaussian_mu(group.to_dpevent()) == pytest.approx(3 * worst)
+
+    @pytest.mark.parametrize("relation", ["replace_special", "replace_one"])
+    def test_none(self, relation):
+        with pytest.raises(ValueError, match="No standard event"):
+            of_order("without_replacement", relation).to_dpevent()

@@ -99,15 +99,6 @@ def test_a_unit_of_the_features_changes_nothing(norm, bias):
         assert b.clip_norm == pytest.approx(a.clip_norm * math.sqrt(square), rel=1e-5)
 
 
-def test_batches_divide_what_takes_part():
-    for candidate in recommend(n=1237, orders=["cyclic", "shuffled_once"]):
-        event = candidate.event
-        assert event.dataset_size % event.batch_size == 0
-        assert 1237 - event.batch_size < event.dataset_size <= 1237
-    for candidate in recommend(n=1237, orders=["full", "poisson"]):
-        assert candidate.event.dataset_size == 1237
-
-
 def test_add_or_remove_leaves_the_orders_that_it_covers():
     found = recommend(neighboring_relation="add_or_remove_one")
     assert {c.event.batch_order for c in found} == set(COMPOSED)
@@ -257,14 +248,6 @@ def test_full_batches_with_momentum_go_as_far_as_the_recipe_wants(loss, relation
         dp_accounting.SelfComposedDpEvent(one, 64 * (4 if relation == "REPLACE_ONE" else 1))
     )
     assert stock.get_epsilon(1e-5) == pytest.approx(0.3, rel=1e-3)
-
-
-def test_momentum_is_for_full_batches_alone():
-    for candidate in recommend(momentum=True, epsilon=8.0, orders=["full", "poisson", "cyclic"]):
-        is_full = candidate.event.batch_order is BatchOrder.FULL
-        assert (candidate.momentum > 0) == is_full
-        assert candidate.to_dict()["momentum"] == candidate.momentum
-        assert 0.99 * 8 < candidate.guarantee().epsilon(1e-5) <= 8
 
 
 def test_balls_in_bins_are_smoothed_for_large_batches():

@@ -84,12 +84,6 @@ def test_small_numbers_and_small_groups_become_exactly_zero():
     assert (Regulariser(group_lasso=0.2).prox(np.zeros((2, 2)), 0.0) == 0).all()
 
 
-def test_the_threshold_follows_the_rate():
-    h = Regulariser(l1=1.0)
-    np.testing.assert_allclose(h.prox(np.array([1.0]), 0.25), 0.75)
-    np.testing.assert_allclose(h.prox(np.array([1.0]), 0.0), 1.0)
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [

@@ -167,11 +167,6 @@ def test_what_is_not_proven_says_so():
     assert fields(said.lines())["NOT PROVEN"] == guarantee.caveat
 
 
-def test_without_a_figure():
-    sampled = attrs.evolve(PLAIN, batch_order="without_replacement", loss=None, release_steps=())
-    assert every_epsilon([sampled], ONE, DELTA) < math.inf
-
-
 @pytest.mark.parametrize(
     ("events", "delta", "kind"),
     [

@@ -2,13 +2,11 @@
 
 import math
 
-import numpy as np
 import pytest
 from dp_accounting import NeighboringRelation
 from runs import cyclic_run, full_run
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants import validate
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.runs.run import Step
 
@@ -57,7 +55,6 @@ WAYS = {
     "bound": lambda r: hsa.BOUNDS[0].guarantee(cyclic_run(), r).epsilon(1e-5),
     "conditions": lambda r: hsa.bounds.DiceSgd(analysis="published").check(DICE, r),
     "recorder": lambda r: recorded().guarantee(r).epsilon(1e-5),
-    "running": lambda r: recorded().guarantee(r).epsilon(1e-5),
 }
 
 
@@ -87,9 +84,3 @@ def test_a_cap_counts_the_records_of_the_relation():
     added, zeroed = (CAPPED.cap_delta(r) for r in ("add_or_remove_one", "replace_special"))
     assert added == CAPPED.cap_delta(NeighboringRelation.ADD_OR_REMOVE_ONE) > zeroed > 0
     assert math.isfinite(added)
-
-
-def test_names_are_those_of_dp_accounting():
-    for relation in NeighboringRelation:
-        assert validate.neighboring_relation(relation.name.title()) is relation
-    assert np.unique([r.name for r in NeighboringRelation]).size == len(NeighboringRelation)
