@@ -242,17 +242,11 @@ def _less_noise(target: _Target, meets: float) -> float:
 def _event_maker(make_event: Any, field: str) -> MakeEvent:
     """A function of the field from itself or from a run whose constant field it replaces."""
     if not isinstance(make_event, dp_accounting.DpEvent):
-        if not callable(make_event):
-            raise TypeError(f"Expected make_event to be a function or a run, got {make_event!r}.")
         return make_event  # type: ignore[no-any-return]
-    if not hasattr(make_event, field):
-        raise TypeError(
-            f"Expected a run with a {field}, got {make_event!r}. Pass a function of it."
-        )
-    if not isinstance(getattr(make_event, field), int | float):
+    if not isinstance(getattr(make_event, field, None), int | float):
         raise ValueError(
-            f"Expected a constant {field} to replace, got a schedule. Pass a function that "
-            "scales it."
+            f"Expected a run with a constant {field} to replace, got {make_event!r}. Pass a "
+            "function that makes the run."
         )
     return lambda value: attrs.evolve(make_event, **{field: value})
 

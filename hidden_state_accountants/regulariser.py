@@ -49,14 +49,8 @@ def _group_norms(array: np.ndarray, axis: int | None) -> np.ndarray:
     return np.sqrt(np.square(array).sum(axis=axes, keepdims=True))
 
 
+_AN_AXIS = attrs.validators.optional(attrs.validators.instance_of(int))
 NUMPY_PROX = ProxOperations(maximum=np.maximum, minimum=np.minimum, group_norms=_group_norms)
-
-
-def _end(value: Any) -> float:
-    number = float(value)
-    if math.isnan(number):
-        raise ValueError("Expected low and high to be numbers, got nan.")
-    return number
 
 
 @attrs.frozen(kw_only=True)
@@ -102,20 +96,15 @@ class Regulariser:
     l1: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
     l2: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
     group_lasso: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
-    group_axis: int | None = None
-    low: float = attrs.field(default=-math.inf, converter=_end)
-    high: float = attrs.field(default=math.inf, converter=_end)
+    group_axis: int | None = attrs.field(default=None, validator=_AN_AXIS)
+    low: float = attrs.field(default=-math.inf, converter=float)
+    high: float = attrs.field(default=math.inf, converter=float)
 
     def __attrs_post_init__(self) -> None:
-        axis = self.group_axis
-        if axis is not None and (isinstance(axis, bool) or not isinstance(axis, int)):
-            raise TypeError(f"Expected group_axis to be an integer or None, got {axis!r}.")
+        ends = (self.low, self.high)
         if not self.low < self.high:
             raise ValueError(f"Expected low < high, got {self.low!r} and {self.high!r}.")
-        if self.group_lasso and (self.low, self.high) not in (
-            (-math.inf, math.inf),
-            (0.0, math.inf),
-        ):
+        if self.group_lasso and ends not in ((-math.inf, math.inf), (0.0, math.inf)):
             raise ValueError(
                 f"Expected low = 0 or no ends with group_lasso, got {self.low!r} and "
                 f"{self.high!r}: the proximal map of both together has no closed form. Leave one "

@@ -107,13 +107,6 @@ def member(kind: type[_Member], name: str, value: Any) -> _Member:
         ) from None
 
 
-def instance(name: str, value: Any, kind: type) -> Any:
-    """Returns `value`, or raises TypeError that names the argument."""
-    if not isinstance(value, kind):
-        raise TypeError(f"Expected {name} to be a {kind.__name__} or None, got {value!r}.")
-    return value
-
-
 def checked(check: Callable[..., Any], **options: Any) -> Callable[[Any, Any, Any], None]:
     """An attrs validator that replaces a value by what a check of its name and itself returns.
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import attrs
 import numpy as np
+from attrs.validators import instance_of, optional
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import validate
@@ -91,7 +92,7 @@ class BlockCoordinateDpEvent(DealtEvent):
     dataset_size: int = attrs.field(validator=validate.COUNT)
     num_epochs: int = attrs.field(validator=validate.COUNT)
     block_loss: LossGeometry | None = attrs.field(
-        default=None, validator=validate.checked(validate.instance, kind=LossGeometry)
+        default=None, validator=optional(instance_of(LossGeometry))
     )
     prox_strong_convexity: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
     update_lipschitz: float | None = attrs.field(default=None, validator=validate.MAGNITUDE)

@@ -17,6 +17,7 @@ from typing import ClassVar
 import attrs
 import dp_accounting
 import numpy as np
+from attrs.validators import instance_of, optional
 from dp_accounting import NeighboringRelation
 from scipy import stats
 
@@ -107,7 +108,7 @@ class LastIterateDpEvent(DealtEvent):
     num_steps: int = attrs.field(validator=validate.COUNT)
     batch_order: BatchOrder = attrs.field(converter=parse_batch_order)
     loss: LossGeometry | None = attrs.field(
-        default=None, validator=validate.checked(validate.instance, kind=LossGeometry)
+        default=None, validator=optional(instance_of(LossGeometry))
     )
     weight_decay: float | Schedule = 0.0
     prox_strong_convexity: float = attrs.field(default=0.0, validator=validate.MAGNITUDE)
