@@ -354,10 +354,8 @@ def test_poisson_batches_up_to_their_cap_contract_as_decay_does():
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"learning_rate": -1.0}, ValueError, "learning_rate"),
         ({"weight_decay": 2.0}, ValueError, "learning_rate \\* weight_decay < 1, got 1"),
         ({"curvature": 0.0}, ValueError, "curvature > 0"),
-        ({"feature_norm": math.inf}, ValueError, "feature_norm"),
         ({"batch_stretch": 0.9}, ValueError, "batch_stretch >= 1"),
         ({"bias": 1}, TypeError, "bias to be True or False"),
     ],

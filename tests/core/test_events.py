@@ -90,26 +90,17 @@ def test_string_orders_and_releases_are_canonical():
     ("changes", "error", "text"),
     [
         ({"noise_multiplier": -1.0}, ValueError, "Expected finite noise_multiplier >= 0, got -1.0"),
-        ({"noise_multiplier": math.inf}, ValueError, "finite noise_multiplier"),
-        ({"noise_multiplier": "2"}, TypeError, "noise_multiplier to be a real number, got '2'"),
         ({"learning_rate": [0.1] * 23}, ValueError, "cover num_steps = 24 steps, got 23"),
-        ({"learning_rate": [0.1] * 23 + [math.nan]}, ValueError, "at index 23"),
-        ({"learning_rate": [[0.1] * 24]}, TypeError, "one-dimensional"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm > 0"),
-        ({"clip_norm": [1.0] * 23 + [0.0]}, ValueError, "clip_norm > 0 at every step"),
         ({"clip_norm": None, "loss": None}, ValueError, "loss.lipschitz when clip_norm is None"),
-        ({"batch_size": 2.5}, TypeError, "batch_size to be an integer"),
-        ({"num_steps": True}, TypeError, "num_steps"),
         ({"batch_order": "sorted"}, ValueError, "batch_order to be one of full, cyclic"),
         ({"batch_order": "full"}, ValueError, "batch_size = dataset_size"),
         ({"loss": 0.5}, TypeError, "LossGeometry"),
         ({"weight_decay": 2.0}, ValueError, "learning_rate \\* weight_decay < 1, got 1"),
-        ({"domain_diameter": 0.0}, ValueError, "domain_diameter > 0"),
         ({"release_steps": (25,)}, ValueError, "release_steps <= 24"),
         ({"release_steps": 5}, TypeError, "not iterable"),
         ({"max_batch_size": 9}, ValueError, "Only POISSON batches and balls in bins vary"),
         ({"sampling_rate": 0.25}, ValueError, "sampling_rate = None for CYCLIC batches, got 0.25"),
-        ({"batch_order": "poisson", "sampling_rate": 0}, ValueError, "sampling_rate > 0"),
         ({"batch_order": "poisson", "sampling_rate": 1.1}, ValueError, "sampling_rate <= 1, got 1"),
         ({"is_microbatched": 2}, TypeError, "is_microbatched to be True or False, got 2"),
     ],
@@ -123,17 +114,11 @@ def test_bad_values(changes, error, text):
     ("changes", "error", "text"),
     [
         ({"step_size": -0.1}, ValueError, "step_size >= 0"),
-        ({"step_size": [0.1] * 30}, TypeError, "step_size to be a real number"),
-        ({"noise_variance": -1.0}, ValueError, "noise_variance >= 0"),
         ({"noise_variance": [1.0] * 30}, TypeError, r"shape \(6, 5\)"),
         ({"noise_variance": -np.ones((6, 5))}, ValueError, "noise_variance >= 0"),
-        ({"noise_variance": hsa.Schedule([1.0], [29])}, ValueError, "30 steps, got 29"),
         ({"clip_norm": 1.0}, ValueError, "got both"),
         ({"gradient_sensitivity": None}, ValueError, "got neither"),
-        ({"gradient_sensitivity": None, "clip_norm": [1.0] * 30}, TypeError, "clip_norm"),
-        ({"num_blocks": True}, TypeError, "num_blocks"),
         ({"block_loss": 1.0}, TypeError, "block_loss.*LossGeometry"),
-        ({"update_lipschitz": -1.0}, ValueError, "update_lipschitz >= 0"),
     ],
 )
 def test_bad_values_of_blocks(changes, error, text):
@@ -144,13 +129,10 @@ def test_bad_values_of_blocks(changes, error, text):
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({"noise_std": -1.0}, ValueError, "noise_std >= 0"),
         ({"clip_norm": 0.0}, ValueError, "clip_norm > 0"),
-        ({"error_clip_norm": math.inf}, ValueError, "error_clip_norm"),
         ({"gradient_bound": 0.0}, ValueError, "gradient_bound > 0"),
         ({"batch_size": 9}, ValueError, "batch_size <= dataset_size"),
         ({"batch_order": "full"}, ValueError, "CYCLIC"),
-        ({"automatic": 1}, TypeError, "automatic"),
     ],
 )
 def test_bad_values_of_dice(changes, error, text):
@@ -182,13 +164,10 @@ class TestSchedule:
     @pytest.mark.parametrize(
         ("values", "lengths", "error"),
         [
-            ([], [], TypeError),
             ([1.0], [0], ValueError),
-            ([1.0], [1.5], TypeError),
             ([-1.0], [1], ValueError),
             ([math.inf], [1], ValueError),
             ([1.0, 2.0], [1], ValueError),
-            (["a"], [1], TypeError),
         ],
     )
     def test_bad_values(self, values, lengths, error):

@@ -198,11 +198,6 @@ def test_a_step_that_stretches_distances_is_named_first(order, schedule):
         assert value == epsilon(shorter) < epsilon(event)
 
 
-@pytest.mark.parametrize("event", [probe(), probe(loss=None), probe(clip_norm=1.0)])
-def test_no_rate_is_named_where_none_would_help(event):
-    assert not [text for text, _ in changes(event) if "learning rate" in text]
-
-
 def test_a_clip_that_never_acts():
     event = probe(clip_norm=1.0, weight_decay=0.1)
     text, value = named(event, "same noise multiplier")

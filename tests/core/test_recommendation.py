@@ -134,9 +134,7 @@ def test_what_is_printed_is_enough():
     [
         ({"n": 1}, "n >= 2"),
         ({"epsilon": 0.0}, "epsilon > 0"),
-        ({"delta": 0.0}, "delta > 0"),
         ({"classes": 1}, "classes >= 2"),
-        ({"epochs": 0}, "epochs >= 1"),
         ({"loss": "huber"}, "loss to be one of"),
         ({"orders": ["reshuffled"]}, "orders among"),
         ({"orders": []}, "none is named"),

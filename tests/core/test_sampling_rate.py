@@ -14,7 +14,6 @@ from scipy import stats
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import LinearLosses
 from hidden_state_accountants.bounds import Composition, DiceSgd, Subsampling
-from hidden_state_accountants.runs.run import Step
 from hidden_state_accountants.runs.statement import description_of
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
@@ -163,21 +162,6 @@ def test_it_is_that_of_records_which_are_replaced(event):
     plain = attrs.evolve(event, is_microbatched=False)
     own, other = (hsa.LastIterateAccountant(ONE).compose(one) for one in (event, plain))
     assert own.get_epsilon(1e-5) == other.get_epsilon(1e-5)
-
-
-def test_a_recorder_says_so():
-    event = EVENTS["cyclic"]
-    recorder = hsa.RunRecorder(
-        batch_order="cyclic", batch_size=5, dataset_size=20, loss=event.loss, is_microbatched=True
-    )
-    recorder.add(Step(noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch=0, rows=5))
-    assert recorder.event().is_microbatched
-    assert recorder.guarantee(ONE).epsilon(1e-5) > 0
-    for relation in OTHERS:
-        with pytest.raises(hsa.UnsupportedRunError):
-            recorder.check_relation(relation)
-        with pytest.raises(hsa.UnsupportedRunError):
-            recorder.guarantee(relation)
 
 
 @pytest.mark.parametrize(

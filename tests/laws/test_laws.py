@@ -360,23 +360,6 @@ def test_one_epoch_costs_one_gaussian_mechanism(run):
         assert found == pytest.approx(mu, rel=ROUNDING), name
 
 
-@laws
-@given(events(PUBLIC), st.integers(2, 50))
-def test_count_law(run, count):
-    event, relation = run
-    assume(sound_guarantees(event, relation))
-    once = hsa.LastIterateAccountant(relation).compose(event)
-    is_gaussian = isinstance(once.guarantee.curve, hsa.curves.GaussianCurve)
-    count = count if is_gaussian else 2  # privacy losses are convolved for every run
-    many = hsa.LastIterateAccountant(relation).compose(event, count)
-    one_by_one = hsa.LastIterateAccountant(relation)
-    for _ in range(count):
-        one_by_one.compose(event)
-    assert many.get_epsilon(1e-5) == pytest.approx(one_by_one.get_epsilon(1e-5), rel=1e-9)
-    if is_gaussian:
-        assert many.guarantee.mu == pytest.approx(once.guarantee.mu * math.sqrt(count), rel=1e-12)
-
-
 # --- units and names --------------------------------------------------------------------------
 
 

@@ -12,8 +12,6 @@ from runs import cyclic_run, full_run
 from scipy import integrate, stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.curves.by_profile import replaced_without_replacement, sampled_curve
-from hidden_state_accountants.curves.composed import compose_curves
 
 ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 REPLACE_ONE = NeighboringRelation.REPLACE_ONE
@@ -151,18 +149,6 @@ class TestBatchesOfFixedSize:
         """All others contribute -1, the record 1: 0.154 is exact, and 0.893 was reported."""
         assert 0.1541 < fixed_size(REPLACE_ONE).get_delta(0.0) < 0.18
 
-    def test_the_same_as_in_our_own_curves(self):
-        own = compose_curves([(sampled_curve(replaced_without_replacement, 1.0, 0.1), 3)])
-        ours = fixed_size(REPLACE_ONE).get_epsilon(1e-6)
-        assert ours == pytest.approx(own.epsilon(1e-6), rel=1e-12)
-
-    def test_beside_laplace_noise(self):
-        """Both pairs are symmetric: they compose by privacy losses, whatever their relations."""
-        both = hsa.LastIterateAccountant(REPLACE_ONE).compose(FIXED_SIZE, 3)
-        both.compose(dp_accounting.LaplaceDpEvent(20.0))
-        alone = fixed_size(REPLACE_ONE)
-        assert alone.get_delta(1.0) < both.get_delta(1.0) < alone.get_delta(0.9)
-
     def test_a_record_that_is_added_changes_their_number(self):
         accountant = hsa.LastIterateAccountant(ADD_OR_REMOVE)
         with pytest.raises(hsa.UnsupportedRunError, match="number of records is fixed"):
@@ -288,22 +274,6 @@ class TestCappedPoissonBatches:
         event = cyclic_run(batch_order="poisson", max_batch_size=12)
         with pytest.raises(hsa.UnsupportedRunError, match="displace"):
             event.as_composition(ADD_OR_REMOVE)
-
-
-def test_composition_lists_the_gradient_bound_that_it_uses():
-    texts = {
-        bound: " ".join(
-            map(str, hsa.bounds.Composition().guarantee(run, REPLACE_SPECIAL).assumptions)
-        )
-        for bound, run in (
-            (True, cyclic_run(clip_norm=9.0, batch_order="reshuffled")),
-            (True, cyclic_run(clip_norm=None, batch_order="reshuffled")),
-            (False, cyclic_run(clip_norm=0.5, batch_order="reshuffled")),
-        )
-    }
-    assert "gradient norms at most 1" in texts[True]
-    assert "gradient norms" not in texts[False]
-    assert all("RESHUFFLED batches" in text for text in texts.values())
 
 
 @pytest.mark.parametrize(
