@@ -1,12 +1,17 @@
-"""The examples run as they are, in seconds, and print what they promise."""
+"""The examples and the code of EXTENDING.md run as they are and do what they promise."""
 
 import pathlib
+import re
 import runpy
 import sys
 
 import pytest
+import torch
 
-EXAMPLES = pathlib.Path(__file__).resolve().parents[2] / "examples"
+import hidden_state_accountants as hsa
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+EXAMPLES, PAGE = ROOT / "examples", ROOT / "EXTENDING.md"
 NEEDS = {
     "lightning_opacus.py": ["lightning"],
     "transformers_trainer.py": ["transformers", "accelerate"],
@@ -54,3 +59,42 @@ def test_example(name, arguments, promised, monkeypatch, capsys):
 def test_the_swap_is_three_lines():
     lines = (EXAMPLES / "swap_accountant_opacus.py").read_text().splitlines()
     assert sum("swap " in line and "#" in line for line in lines) == 3
+
+
+# --- EXTENDING.md ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def names():
+    """What the blocks of the page define, one after the other in one namespace."""
+    namespace = {"__name__": "extending"}
+    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+    assert len(blocks) == 3
+    for block in blocks:
+        exec(compile(block, str(PAGE), "exec"), namespace)
+    return namespace
+
+
+def test_a_bound_refuses_cites_and_lists_what_all_bounds_assume(names):
+    bound, event = names["LastStep"](), names["run"]
+    relation = names["NeighboringRelation"].REPLACE_SPECIAL
+    guarantee = bound.guarantee(event, relation)
+    assert guarantee.citations == (bound.citation,)
+    composed = hsa.bounds.Composition().guarantee(event, relation)
+    assert guarantee.epsilon(1e-5) == pytest.approx(composed.epsilon(1e-5))
+    assert "one record per person" in " ".join(a.text for a in guarantee.assumptions)
+    two = names["attrs"].evolve(event, num_steps=2)
+    with pytest.raises(hsa.UnsupportedRunError, match="number of steps: needs 1, got 2"):
+        bound.guarantee(two, relation)
+
+
+def test_a_mechanism_is_known_to_the_engine_alone(names):
+    """The whole run is accounted, and checked."""
+    engine, optimizer = names["engine"], names["optimizer"]
+    assert engine.privacy_event.num_steps == 2
+    assert "ExactlyClipped" not in engine.report(1e-5)
+    with pytest.raises(hsa.UnsupportedRunError, match="no new batch"):
+        optimizer.step()
+    with pytest.raises(hsa.UnsupportedRunError, match="was refused or interrupted"):
+        engine.get_epsilon(1e-5)
+    assert torch.isfinite(next(names["model"].parameters())).all()

@@ -1,7 +1,7 @@
 """Pages: their blocks run, the site has every page and name, figures are those of their scripts.
 
 Sessions (>>>) are run by core/test_texts.py, docs/keras.md by keras/test_reports.py, EXTENDING.md
-by opacus/test_extending.py, the README by core/test_texts.py.
+by opacus/test_examples.py, the README by core/test_texts.py.
 """
 
 import importlib
