@@ -68,8 +68,7 @@ def test_a_remainder_is_refused_or_dropped_in_every_epoch():
     dataset = cyclic_dataset(X, Y, batch_size=5, drop_remainder=True)
     for epoch in epochs(dataset):
         np.testing.assert_array_equal(np.concatenate([by for _, by in epoch]), Y[:10])
-    found = dataset
-    assert (found.given, found.used, found.batch_size) == (12, 10, 5)
+    assert (dataset.used, dataset.batch_size) == (10, 5)
 
 
 def pairs():
@@ -102,7 +101,7 @@ def test_elements_of_several_shapes_are_no_examples():
     uneven = tf.data.Dataset.from_generator(
         lambda: iter([X[:8], X[8:]]), output_signature=tf.TensorSpec(None, tf.float64)
     )
-    with pytest.raises(UnsupportedRunError, match=r"got \(8, 1\) and \(4, 1\)"):
+    with pytest.raises(ValueError, match="same shape"):
         cyclic_dataset(uneven, batch_size=1)
 
 

@@ -86,14 +86,9 @@ def bound_for_another_optimizer(make_dice):
     make_dice(CyclicDPKerasSGDOptimizer(1.0, 1.0)).fit()
 
 
-def other_divisor(make_dice):
-    make_dice(dice(expected_batch_size=5)).fit()
-
-
 CASES = {
     bound_that_the_run_does_not_have: "longer than loss_geometry.lipschitz, or gradient_bound",
     bound_for_another_optimizer: "gradient_bound for a Dice optimizer",
-    other_divisor: "expected_batch_size = None or 4",
 }
 
 

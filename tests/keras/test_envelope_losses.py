@@ -1,4 +1,4 @@
-"""Envelope losses in Keras: eagerly, in graphs, under XLA, and in a private run."""
+"""Envelope losses in Keras: eagerly, in graphs, and in a private run."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,6 @@ from hidden_state_adapters.tf_privacy import (
     EnvelopeSquaredError,
     HiddenStateCallback,
     cyclic_dataset,
-    losses,
 )
 from hidden_state_adapters.tf_privacy.gradients import ThroughLinearLayers
 from hidden_state_adapters.tf_privacy.losses import RowLosses, known_loss
@@ -42,11 +41,7 @@ CASES = {
     ),
     "squared": (EnvelopeSquaredError, envelope.squared_error, *PAIRS, {"scale": 3.0}),
 }  # fmt: skip
-WAYS = {
-    "eager": lambda function: function,
-    "graph": tf.function,
-    "xla": lambda function: tf.function(function, jit_compile=True),
-}
+WAYS = {"eager": lambda function: function, "graph": tf.function}
 
 
 def values_and_gradients(loss, targets, predictions, way="eager"):
@@ -66,7 +61,7 @@ def expected(name, clip_norm, smoothing):
 
 
 # Every loss in a graph, one in every way.
-PAIRED = [*((name, "graph") for name in CASES), ("sparse", "eager"), ("sparse", "xla")]
+PAIRED = [*((name, "graph") for name in CASES), ("sparse", "eager")]
 
 
 @pytest.mark.parametrize(("name", "way"), PAIRED)
@@ -80,44 +75,25 @@ def test_they_are_those_of_numpy(name, way):
         np.testing.assert_allclose(gradients, wanted.gradient, atol=1e-13)
 
 
-@pytest.mark.parametrize("way", ["eager", "xla"])
-def test_records_that_need_the_slow_way(way, monkeypatch):
-    """And no smoothing, where some records are solved from the start."""
-    monkeypatch.setattr(losses, "NEWTON_STEPS", 2)
-    # Another clip norm than elsewhere: what was traced for that one is kept.
-    clip_norm = {"eager": 0.41, "xla": 0.43}[way]
-    loss = EnvelopeCategoricalCrossentropy(clip_norm, reduction="none")
-    values, gradients = values_and_gradients(loss, TARGETS, LOGITS, way)
-    wanted = envelope.softmax_cross_entropy(LOGITS, TARGETS, clip_norm=clip_norm)
-    np.testing.assert_allclose(values, wanted.value, rtol=1e-11)
-    np.testing.assert_allclose(gradients, wanted.gradient, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("way", "shapes"),
-    [("eager", [(5, 6, 1e4), (1, 100, 30.0)]), ("xla", [(9, 6, 1e4)])],
-)
-def test_extreme_logits_and_batches_of_any_size(way, shapes):
+def test_extreme_logits_and_batches_of_any_size():
     loss = EnvelopeSparseCategoricalCrossentropy(0.3, 2.0, reduction="none")
-    for rows, classes, scale in shapes:
+    for rows, classes, scale in [(5, 6, 1e4), (1, 100, 30.0)]:
         logits, targets = batch(rows, classes, scale, rows)
-        _, gradients = values_and_gradients(loss, targets.argmax(axis=1), logits, way)
+        _, gradients = values_and_gradients(loss, targets.argmax(axis=1), logits)
         wanted = envelope.softmax_cross_entropy(logits, targets, clip_norm=0.3, smoothing=2.0)
         np.testing.assert_allclose(gradients, wanted.gradient, atol=1e-10)
         assert np.linalg.norm(gradients, axis=1).max() <= 0.3 * (1 + 1e-15)
 
 
-@pytest.mark.parametrize(
-    ("name", "way"), [("categorical", "graph"), ("squared", "graph"), ("sparse", "xla")]
-)
-def test_gradients_of_single_examples(name, way):
+@pytest.mark.parametrize("name", ["categorical", "squared"])
+def test_gradients_of_single_examples(name):
     """As the private optimizers take them: the Jacobian of the losses."""
     kind, _, predictions, targets, more = CASES[name]
     loss = kind(0.3, 0.7, reduction="none", **more)
     x = np.random.default_rng(1).normal(size=(12, 4))
     kernel = tf.Variable(np.linalg.pinv(x) @ predictions)
 
-    @WAYS[way]
+    @tf.function
     def jacobian():
         with tf.GradientTape() as tape:
             values = loss(targets, tf.constant(x) @ kernel)
@@ -176,20 +152,14 @@ def test_bad_targets_are_no_numbers(name, bad):
 @pytest.mark.parametrize(
     ("loss", "targets", "predictions", "error", "text"),
     [
-        (EnvelopeCategoricalCrossentropy(0.3), np.ones((4, 1)), np.ones((4, 1)), ValueError,
-         "two classes or more"),
         (EnvelopeCategoricalCrossentropy(0.3), np.ones(4), np.ones((4, 3)), ValueError,
          "of shape \\(3,\\) each, got others, of shape \\(\\)"),
         (EnvelopeSparseCategoricalCrossentropy(0.3), np.ones((4, 3), int), np.ones((4, 3)),
-         ValueError, "EnvelopeCategoricalCrossentropy for probabilities"),
+         ValueError, "of shape \\(\\) each, got others, of shape \\(3,\\)"),
         (EnvelopeBinaryCrossentropy(0.3), np.ones((4, 3)), np.ones((4, 3)), ValueError,
          "one output"),
         (EnvelopeSquaredError(0.3), np.ones((4, 3)), np.ones((4, 2)), ValueError,
          "of shape \\(3?2?,\\) each, got others, of shape \\(3,\\)"),
-        (EnvelopeSquaredError(0.3), np.ones((4, 3, 2)), np.ones((4, 3, 2)), ValueError,
-         "\\(examples, outputs\\)"),
-        (EnvelopeBinaryCrossentropy(0.3), np.ones(4, "float16"), np.ones(4, "float16"), TypeError,
-         "float32 or float64"),
     ],
 )  # fmt: skip
 def test_bad_predictions_and_targets(loss, targets, predictions, error, text):

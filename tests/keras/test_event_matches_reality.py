@@ -68,11 +68,10 @@ def test_learning_rates_are_those_that_were_used(make_run):
 def test_dropped_examples_do_not_count(make_run):
     x, y = (part.copy() for part in (make_run().x, make_run().y))
     x, y = np.r_[x, x[:2]], np.r_[y, y[:2]]
-    for declared in (26, 24, None):
-        data = cyclic_dataset(x, y, batch_size=4, drop_remainder=True)
-        run = make_run(callback={"data": data, "dataset_size": declared})
-        run.fit(data, epochs=2)
-        assert run.callback.privacy_event == EXPECTED
+    data = cyclic_dataset(x, y, batch_size=4, drop_remainder=True)
+    run = make_run(callback={"data": data})
+    run.fit(data, epochs=2)
+    assert run.callback.privacy_event == EXPECTED
 
 
 def test_checkpoints_count_as_released(make_run, tmp_path):
@@ -360,10 +359,10 @@ def resumed_from_a_file_in_the_same_record(run):
 
 
 CASES = [
-    (1, arrays, "fit on a dataset of cyclic_dataset"),
+    (1, arrays, "fit on the dataset of cyclic_dataset"),
     (1, shuffled_dataset, "not known"),
     (1, part_of_an_epoch, "batch 0, expected|of batch 3"),
-    (1, other_data_in_the_second_fit, "fit on a dataset of cyclic_dataset"),
+    (1, other_data_in_the_second_fit, "fit on the dataset of cyclic_dataset"),
     (1, interrupted_epoch, "fit was interrupted"),
     (1, fit_without_the_callback, "took 12 steps, but 6 are recorded"),
     (1, fit_without_the_callback_before, "not recorded"),
@@ -384,7 +383,7 @@ CASES = [
     (3, constraint_on_one_variable, "without a constraint"),
     (10, mixed_float16, "precision"),
     (10, float16, "float32 or float64"),
-    (10, loss_scaling, "BlockCoordinateKerasOptimizer in compile, got LossScaleOptimizer"),
+    (10, loss_scaling, "in compile, such as CyclicDPKerasSGDOptimizer, got LossScale"),
     (2, early_stopping, "got EarlyStopping"),
     (2, best_checkpoint, "save_best_only"),
     (2, stopped_by_a_callback, "stopped early"),
@@ -394,7 +393,7 @@ CASES = [
     (11, nudged_after_a_part_of_an_epoch, "changed outside the private optimizer"),
     (1, trained_on_one_batch_between_two_fits, "took 7 steps, but 6 are recorded"),
     (11, other_optimizer_within_the_run, "got another one"),
-    (11, other_kind_of_optimizer, "Expected a CyclicDPKerasSGDOptimizer"),
+    (11, other_kind_of_optimizer, "such as CyclicDPKerasSGDOptimizer"),
     (13, backup_and_restore, "BackupAndRestore"),
     (13, resumed_from_a_file_in_the_same_record, "got another one"),
     (17, csv_logger, "no CSVLogger"),

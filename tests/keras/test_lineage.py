@@ -335,20 +335,6 @@ def a_copy_that_its_run_has_left_behind(make_run):
     private_run(copied, run)
 
 
-def layers_of_different_steps(make_run):
-    """One of them from a copy that stayed private."""
-    run = make_run()
-    model = tf.keras.Sequential([tf.keras.layers.Dense(2), tf.keras.layers.Dense(1)])
-    model.build((None, 4))
-    first = private_run(model, run, checkpoints_stay_private=True)
-    first.train(1, verbose=False)
-    copied = copy.deepcopy(model)
-    first.train(1, verbose=False)
-    mixed = tf.keras.Sequential([copied.layers[0], model.layers[1]])
-    mixed.build((None, 4))
-    private_run(mixed, run)
-
-
 def an_optimizer_that_counts_steps_of_other_weights(make_run):
     """Whose file is that of a plain model."""
     run = make_run()
@@ -363,7 +349,6 @@ CASES = [
     (82, steps_beside_the_record, "took steps that are not recorded"),
     (82, a_run_that_ended, "stopped early"),
     (82, a_copy_that_its_run_has_left_behind, "step 6 left: the run went on to step 12"),
-    (82, layers_of_different_steps, "different steps of it, not all of them released"),
     (82, an_optimizer_that_counts_steps_of_other_weights, "iterations = 6 and other weights"),
 ]
 

@@ -120,7 +120,7 @@ def test_a_model_that_is_compiled_by_hand_has_what_it_was_compiled_with(tmp_path
     again.compile(SGD(0.5), keras_models.crossentropy())
     assert "update_rule" not in again.get_config()
     again.resume(state)
-    with pytest.raises(hsa.UnsupportedRunError, match="Compile with what it was made with"):
+    with pytest.raises(hsa.UnsupportedRunError, match="Expected optimizer = HiddenStateModel"):
         fit(again)
 
 

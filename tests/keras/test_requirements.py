@@ -56,7 +56,7 @@ LEGACY = "TF_USE_LEGACY_KERAS=1 before the first import of TensorFlow"
 @pytest.mark.parametrize(
     ("module", "tf_keras", "texts"),
     [
-        (None, True, ["needs tensorflow, which is missing", FRESH]),
+        (None, True, ["needs tensorflow, got ModuleNotFoundError", FRESH]),
         (tensorflow("2.14.0"), True, ["needs TensorFlow 2.15, got 2.14.0", FRESH]),
         (
             tensorflow("2.16.1", Keras3),
@@ -78,29 +78,6 @@ def test_the_error_names_the_remedy(install, module, tf_keras, texts):
     assert str(caught.value).startswith("CyclicDPKerasSGDOptimizer")
     for text in texts:
         assert text in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    "error",
-    [
-        AttributeError("_ARRAY_API not found"),
-        ModuleNotFoundError("No module named 'distutils'", name="distutils"),
-    ],
-)
-def test_incompatible_versions_are_named(install, monkeypatch, error):
-    install(tensorflow("2.15.1"))
-
-    def import_module(name, package=None):
-        raise error
-
-    monkeypatch.setattr(importlib, "import_module", import_module)
-    with pytest.raises(
-        ImportError, match=r"whose import failed with .*Installed: tensorflow "
-    ) as e:
-        requirements.check("DiceKerasSGDOptimizer", needs_keras_2=True)
-    assert e.value.__cause__ is error
-    for text in (str(error), "dp-accounting 0.", "numpy ", FRESH):
-        assert text in str(e.value)
 
 
 def test_only_optimizers_and_their_callback_need_keras_2(install, monkeypatch):

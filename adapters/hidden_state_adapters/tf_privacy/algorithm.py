@@ -41,7 +41,6 @@ Blocks = tuple[tuple[Any, ...], ...]
 class UpdateRule:
     """DP-SGD along an optimizer of Keras; other algorithms override what is theirs."""
 
-    divisor: int | None = None  # of the sums, that the run has to have
     why_one_replica: ClassVar[str] = ""  # reason why there cannot be several
     takes_gradient_bound: ClassVar[bool] = False  # without anything else known of the loss
 
@@ -142,7 +141,7 @@ class Algorithm:
             variables,
             clip=clip.l2_norm_clip,
             noise_multiplier=1.0 if noise is None else noise,  # which fit is to find
-            divisor=rule.divisor if plan is None else plan.batch_size,
+            divisor=None if plan is None else plan.batch_size,
             kept=update.slots,
             blocks=self.blocks,
         )

@@ -24,7 +24,6 @@ from hidden_state_adapters.tf_privacy.record import (
 )
 from hidden_state_adapters.tf_privacy.report import PrivacyReport
 from hidden_state_adapters.tf_privacy.settings import Declared
-from hidden_state_adapters.tf_privacy.trained_part import refuse_surroundings
 
 
 class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
@@ -45,12 +44,11 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         CyclicDPKerasSGDOptimizer, a `DiceSgdDpEvent` (all iterates) for the Dice optimizers, a
         `BlockCoordinateDpEvent` for BlockCoordinateKerasOptimizer (whole epochs; blocks that are
         released within the run are accounted by composition).
-      - Checked: that fit trains on a dataset of `cyclic_dataset`, the same one in every call; one
-        step is made on each batch; layers, and the callbacks of `with_others`, are ones that can be
-        accounted; after every step its learning rate, its number of rows, and that its gradients
-        are finite and not longer than declared; when an epoch begins and when epsilon is asked for,
-        that the weights are those that the last step left; after every epoch, that variables that
-        are not trained are unchanged.
+      - Checked: that fit trains on `data`; one step is made on each batch; layers, and the
+        callbacks of `with_others`, are ones that can be accounted; after every step its learning
+        rate, its number of rows, and that its gradients are finite and not longer than declared;
+        when an epoch begins and when epsilon is asked for, that the weights are those that the last
+        step left; after every epoch, that variables that are not trained are unchanged.
       - Declared by you, and listed by `assumptions`: that each entry of the loss is about one
         example of the batch, that every update is applied, and that nothing else changes the
         weights within an epoch, as TensorFlow Privacy's optimizers assume; what you declare. Losses
@@ -60,12 +58,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
     The metrics of the model are reset after every epoch, because `Model.save` would store them.
 
     Args:
-        data: Dataset of `cyclic_dataset` that fit is going to be given, as it is; None for the one
-            that it asks for batches.
-        dataset_size: Number of examples; None for that of `data`. Those that
-            cyclic_dataset(..., drop_remainder=True) leaves out may be counted or not; the event
-            does not count them.
-        batch_size: Batch size b; None for that of `data`.
+        data: Dataset of `cyclic_dataset` that every call of fit is given, as it is.
         target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs
             as "epsilon_if_released_now": what it would be if training ended there and only that
             model were released. It does not depend on the data.
@@ -75,9 +68,9 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
             save_weights and export write before the last step. Otherwise each is a release.
         metrics_stay_private: Declares that nobody sees what CSVLogger, TensorBoard and
             RemoteMonitor write. Otherwise they are refused.
-        gradient_bound: For the Dice optimizers, a bound on the norm of every per-example gradient
-            before clipping that holds for ALL examples that could have been in the data. The run is
-            checked against it. inf if none is known.
+        gradient_bound: Bound on the norm of every per-example gradient before clipping, of ALL
+            examples that could have been in the data, for the Dice optimizers; compared in every
+            step. inf if none is known.
         loss_geometry: Geometry of the per-example loss (of DP-MBCD as a function of the one
             block), before clipping, for ALL examples that could have been in the data. None is
             composition, unless the optimizer was told.
@@ -87,14 +80,10 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         TypeError, ValueError: An argument has an impossible value.
     """
 
-    releases = (False, False)  # an iterate after every epoch, after every step
-
     def __init__(
         self,
+        data: CyclicDataset,
         *,
-        data: CyclicDataset | None = None,
-        dataset_size: int | None = None,
-        batch_size: int | None = None,
         target_delta: float | None = None,
         neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
         checkpoints_stay_private: bool = False,
@@ -103,8 +92,9 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         loss_geometry: LossGeometry | None = None,
     ):
         super().__init__()
-        self._data, self._passes = data, dict[CyclicDataset, int]()
-        self._batch_size, self._dataset_size = _sizes(data, batch_size, dataset_size)
+        if not isinstance(data, CyclicDataset):
+            raise TypeError(f"Expected a dataset of cyclic_dataset as data, got {data!r:.80}.")
+        self._data, self._passes = data, data.passes
         if target_delta is not None:
             target_delta = validate.target_delta(target_delta)
         self._target_delta = target_delta
@@ -113,16 +103,10 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
             raise UnsupportedRunError(why_not)
         self._checkpoints_stay_private = checkpoints_stay_private
         self._metrics_stay_private = metrics_stay_private
-        if isinstance(loss_geometry, str):
-            raise UnsupportedRunError(
-                f"Expected loss_geometry to be a LossGeometry or None, got {loss_geometry!r}: what "
-                "fit trains is not known here. Train make_private(model, ..., "
-                "feature_norm=...) with the same optimizer in compile."
-            )
         self._declared = Declared(gradient_bound=gradient_bound, loss_geometry=loss_geometry)
+        self._releases = False, False  # an iterate after every epoch, after every step
         self._others: set[str] = set()  # callbacks that Keras did not write
         self._calls = 0  # of fit
-        self._optimizer: Any = None
         self._steps: Any = None  # `NotedSteps`
         self._is_within_fit = self._is_checked = False
 
@@ -136,78 +120,64 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
             UnsupportedRunError: One of them chooses by a metric, restores weights or shows metrics.
         """
         together = [self, *callbacks]
-        self.releases = releases_of(
+        self._releases = releases_of(
             together,
             self,
             checkpoints_stay_private=self._checkpoints_stay_private,
             metrics_stay_private=self._metrics_stay_private,
         )
         self._others |= foreign_among(callbacks)
-        # Passes of others, such as an evaluation before the first epoch, are none of fit.
-        last = tf.keras.callbacks.LambdaCallback(on_train_begin=lambda logs: self._count_passes())
-        return [*together, last]
+        return together
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins a call of fit; what it trains on shows when the first epoch begins."""
-        refuse_surroundings()
         refuse_in_budget("private run of Keras")
-        if self._is_within_fit:
-            self._end_interrupted()
-        self._count_passes()
+        if self._is_within_fit and self._has_open_run():
+            self._record.invalidate(INTERRUPTED)  # type: ignore[union-attr]
         self._is_within_fit, self._is_checked = True, False
-
-    def _count_passes(self) -> None:
-        self._passes = {data: data.passes for data in CyclicDataset.alive}
+        self._passes = self._data.passes
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the record or goes on, once Keras has asked the data for batches."""
         if self._is_checked:
             return
-        self._is_checked = True
-        asked = [data for data, passes in self._passes.items() if data.passes > passes]
-        self._passes = {}
-        if len(asked) != 1 or self._data not in (None, *asked):
+        if self._data.passes == self._passes:
             raise UnsupportedRunError(
-                "Expected fit on a dataset of cyclic_dataset, the same one in every call, got "
-                "something else, or data with class_weight: which examples share a batch is not "
-                "known. Pass to fit what cyclic_dataset(x, y, batch_size=) returned, as it is; "
-                "make_private(model) draws the batches itself, and takes weights."
+                "Expected fit on the dataset of cyclic_dataset that the callback was given, as it "
+                "is, got something else, or data with class_weight: which examples share a batch "
+                "is not known. make_private(model) draws the batches itself."
             )
-        if self._data is None:
-            self._data = asked[0]
-            _, self._dataset_size = _sizes(self._data, self._batch_size, self._dataset_size)
+        self._is_checked = True
         keras_api.build(self.model, self._data)
         if self._record is None:
             self._record = self._new_record()
+        elif self.model.optimizer is self._steps.update.optimizer:
+            self._record.go_on(self.model, self._steps)
         else:
-            self._go_on()
+            raise UnsupportedRunError(
+                "Expected the optimizer of the run so far, got another one. Use a callback of its "
+                "own for every run."
+            )
         self._calls += 1
 
     def _new_record(self) -> RecordedRun:
-        self._optimizer = optimizer = self.model.optimizer
+        optimizer, data = self.model.optimizer, self._data
         if not isinstance(optimizer, PrivateOptimizer):
             raise UnsupportedRunError(
-                "Expected a CyclicDPKerasSGDOptimizer, DiceKerasSGDOptimizer, "
-                "DiceKerasAdamOptimizer or BlockCoordinateKerasOptimizer in compile, got "
-                f"{type(optimizer).__name__}: its steps cannot be checked."
+                "Expected an optimizer with noise of this package in compile, such as "
+                f"CyclicDPKerasSGDOptimizer, got {type(optimizer).__name__}."
             )
         if getattr(self.model.compiled_loss, "_user_loss_weights", None) is not None:
             raise UnsupportedRunError(
                 "Expected compile(loss_weights=None), got weights: they change the loss that is "
                 "accounted. Drop them."
             )
-        declared = self._declared
-        if optimizer.settings.loss_geometry is not None:
-            if declared.geometry is not None:
-                raise UnsupportedRunError(
-                    "Expected loss_geometry in one place, got one of the optimizer and one of its "
-                    "run. Leave it out of the optimizer."
-                )
-            declared = optimizer.settings.declared
-        each = optimizer.settings.microbatch(self._batch_size)
-        size = self._batch_size // each
-        records = range(self._dataset_size // self._batch_size * size)
-        plan = EqualPlan(records, size, BatchOrder.CYCLIC)
+        settings, declared = optimizer.settings, self._declared
+        if declared.geometry is None and settings.loss_geometry is not None:
+            declared = settings.declared
+        each = settings.microbatch(data.batch_size)
+        size = data.batch_size // each
+        plan = EqualPlan(range(data.used // each), size, BatchOrder.CYCLIC)
         self._steps = optimizer.begin_run(keras_api.trained(self.model), plan, each)
         return RecordedRun(
             self.model,
@@ -216,15 +186,6 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
             declared=declared,
             files_stay_private=self._checkpoints_stay_private,
         )
-
-    def _go_on(self) -> None:
-        if self.model.optimizer is not self._optimizer:
-            raise UnsupportedRunError(
-                "Expected the optimizer of the run so far, got another one. Use a callback of its "
-                "own for every run, and compose their events."
-            )
-        record: Any = self._record
-        record.go_on(self.model, record.optimizer)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Compares the weights with those that the epoch before has left."""
@@ -238,7 +199,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         self._record.add(self._steps.last_step, batch)
         if self._record.next_batch == 0 or batch + 1 == self.params.get("steps"):
             self._steps.look()
-        if self.releases[1]:
+        if self._releases[1]:
             self._record.release()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -246,7 +207,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         assert self._record is not None
         self.model.reset_metrics()  # Model.save would store them
         self._record.check_fixed()
-        if self.releases[0]:
+        if self._releases[0]:
             self._record.release()
         if logs is not None:
             logs.update(self._record.shown_after_epoch(self._target_delta))
@@ -258,51 +219,25 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         if self.model.stop_training and self._record is not None:
             self._record.refuse_stopped()
 
-    def _recorded(self) -> RecordedRun:
+    def _has_open_run(self) -> bool:
         record = self._record
-        if self._is_within_fit and record and record.has_begun and not record.has_ended:
+        return record is not None and record.has_begun and not record.has_ended
+
+    def _recorded(self) -> RecordedRun:
+        if self._is_within_fit and self._has_open_run():
             raise UnsupportedRunError(
                 "Within fit only target_delta shows an epsilon, that of every epoch. If it is "
                 f"over, {INTERRUPTED}"
             )
         return super()._recorded()
 
-    def _end_interrupted(self) -> None:
-        """Ends the run of a fit that an error or the user has stopped, if it took a step."""
-        self._is_within_fit, record = False, self._record
-        if record is not None and record.has_begun and not record.has_ended:
-            record.invalidate(INTERRUPTED)
-
     def _declared_texts(self) -> Iterable[str]:
         if self._calls > 1:
             yield "the number of calls of fit was fixed in advance, whatever their metrics showed"
         if self._checkpoints_stay_private:
             yield FILES_STAY_PRIVATE
-        names = ", ".join(sorted(self._others))
-        of_user = f", and of these {names} release nothing and choose nothing by data"
-        yield (
-            "fit had the callbacks that with_others returned, or this one alone"
-            f"{of_user if names else ''}"
-        )
-
-
-def _sizes(
-    data: CyclicDataset | None, batch_size: int | None, dataset_size: int | None
-) -> tuple[int, int]:
-    """Returns batch size and number of examples, which the data may say."""
-    if data is None:
-        batch = validate.integer("batch_size", batch_size, minimum=1)
-        return batch, validate.integer(
-            "dataset_size", dataset_size, minimum=batch, remedy="It is at least batch_size."
-        )
-    if not isinstance(data, CyclicDataset):
-        raise TypeError(f"Expected a dataset of cyclic_dataset as data, got {data!r:.80}.")
-    for name, own, known in (
-        ("batch_size", batch_size, (data.batch_size,)),
-        ("dataset_size", dataset_size, (data.given, data.used)),
-    ):
-        if own is not None and own not in known:
-            raise UnsupportedRunError(
-                f"Expected {name} = {known[-1]} of the data, got {own}. Leave it out."
-            )
-    return data.batch_size, data.used
+        text = "fit had the callbacks that with_others returned, or this one alone"
+        if self._others:
+            names = ", ".join(sorted(self._others))
+            text += f", and of these {names} release nothing and choose nothing by data"
+        yield text

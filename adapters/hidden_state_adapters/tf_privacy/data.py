@@ -6,9 +6,8 @@ import hashlib
 import inspect
 import itertools
 import logging
-import weakref
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import attrs
 import numpy as np
@@ -18,32 +17,26 @@ from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_adapters.public_numbers import warn_of_equal
 
 _logger = logging.getLogger("hidden_state_accountants")
-_ONE_EXAMPLE = "One record is one example: no view, window or augmentation of it a second time, "
-_ONE_EXAMPLE += "no mixing of two."
+_ONE_EXAMPLE = "One record is one example: no view, window or augmentation of it a second time."
 _WINDOWS, _LARGEST_SHIFT = 16, 64  # examples that are compared with the next one, and how
 
 
-# Batches of somebody else's fit
+# Batches of Keras' own fit
 
 
 class CyclicDataset(tf.data.Dataset):  # type: ignore[misc]
     """Equal batches in the same order in every pass.
 
     Attributes:
-        given: Number of examples that were given.
         used: Number of examples in the batches.
         batch_size: Size b of every batch.
         passes: Number of times that somebody asked for the batches.
-        alive: All such datasets of the process.
     """
 
-    alive: ClassVar[weakref.WeakSet[CyclicDataset]] = weakref.WeakSet()
-
-    def __init__(self, dataset: Any, given: int, used: int, batch_size: int):
-        self.given, self.used, self.batch_size = given, used, batch_size
-        self._dataset, self.passes = dataset, 0
+    def __init__(self, dataset: Any, used: int, batch_size: int):
+        self.used, self.batch_size, self.passes = used, batch_size, 0
+        self._dataset = dataset
         super().__init__(dataset._variant_tensor)
-        self.alive.add(self)
 
     def __iter__(self) -> Any:
         self.passes += 1
@@ -70,11 +63,11 @@ def cyclic_dataset(
 
     Args:
         x: Examples as an array (first axis: examples), or a tuple or dictionary of arrays; or a
-            tf.data.Dataset of single examples, each once, which is read once into memory, so that
-            a shuffle or an augmentation in it acts once and not in every epoch.
+            tf.data.Dataset of single examples, which is read once into memory, so that a shuffle
+            or an augmentation in it acts once and not in every epoch.
         y: Targets, likewise; None if x is a Dataset (of pairs) or there are no targets.
-        batch_size: b; must divide the number of examples.
-        drop_remainder: Leaves out the last examples that do not fill a batch, in every epoch.
+        batch_size: Batch size b, which must divide the number of examples.
+        drop_remainder: True to leave out the last examples that do not fill a batch.
 
     Returns:
         A tf.data.Dataset of one epoch of batches of b examples each.
@@ -86,21 +79,20 @@ def cyclic_dataset(
     """
     batch_size = validate.integer("batch_size", batch_size, minimum=1)
     is_read = isinstance(x, tf.data.Dataset)
-    if is_read:
-        if _is_batched(x.element_spec):
-            raise UnsupportedRunError(
-                "Expected a Dataset of single examples, got one whose elements have the shape of "
-                "batches: every batch would count as one example. Pass dataset.unbatch(); or, if "
-                "they are single examples, arrays."
-            )
-        arrays, _ = _read(x, y, None)
+    if not is_read:
+        arrays = tf.nest.map_structure(np.asarray, (x,) if y is None else (x, y))
+    elif _is_batched(x.element_spec):
+        raise UnsupportedRunError(
+            "Expected a Dataset of single examples, got one whose elements have the shape of "
+            "batches: every batch would count as one example. Pass dataset.unbatch()."
+        )
+    else:
+        arrays, _ = _read(x, y)
         if len(arrays) > 2:
             raise UnsupportedRunError(
                 f"Expected a Dataset of examples or of pairs (x, y), got {len(arrays)} components: "
                 "example weights change the loss that is accounted. Drop them."
             )
-    else:
-        arrays = tf.nest.map_structure(np.asarray, (x,) if y is None else (x, y))
     given = _number_of_examples(arrays)
     used = given // batch_size * batch_size
     if used == 0:
@@ -114,20 +106,12 @@ def cyclic_dataset(
                 "cyclic batches must all have the same size. Choose another size, or pass "
                 f"drop_remainder=True to use only the first {used} examples."
             )
-        _logger.info(
-            "drop_remainder=True: batches of %d use the first %d of %d examples; dataset_size is "
-            "%d", batch_size, used, given, used,
-        )  # fmt: skip
+        _logger.info("drop_remainder=True: the first %d of %d examples are used", used, given)
     _check_each_once(tf.nest.map_structure(lambda array: array[:used], arrays), is_read=is_read)
     options = tf.data.Options()
     options.deterministic = True
-    dataset = (
-        tf.data.Dataset.from_tensor_slices(arrays)
-        .batch(batch_size, drop_remainder=True)
-        .prefetch(2)
-        .with_options(options)
-    )
-    return CyclicDataset(dataset, given, used, batch_size)
+    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(batch_size, drop_remainder=True)
+    return CyclicDataset(dataset.prefetch(2).with_options(options), used, batch_size)
 
 
 # What is read into memory once
@@ -148,24 +132,20 @@ def _is_batched(spec: Any) -> bool:
 
 def check_batched(source: Any, batch_size: Any) -> None:
     """Raises UnsupportedRunError if rows of a Dataset would count as examples, and need not be."""
-    if batch_size is None or not isinstance(source, tf.data.Dataset):
-        return
-    if not _is_batched(source.element_spec):
+    is_dataset = isinstance(source, tf.data.Dataset)
+    if batch_size is None or not is_dataset or not _is_batched(source.element_spec):
         return
     rows = tf.nest.flatten(source.element_spec)[0].shape[0]
     if rows not in (None, batch_size):
         raise UnsupportedRunError(
-            f"Expected batch_size = None or {rows} with a Dataset all parts of whose elements have "
-            f"a first axis of {rows}, got {batch_size}: they would be taken for batches, and every "
-            "row for an example. If each element is one example, pass dataset.batch(batch_size)."
+            f"Expected batch_size = None or {rows} with a Dataset whose elements all have {rows} "
+            f"rows, got {batch_size}: every row would count as an example. If each element is one, "
+            "pass dataset.batch(batch_size)."
         )
 
 
-def _read(source: Any, y: Any, steps: int | None) -> tuple[tuple[Any, ...], int | None]:
-    """Returns the examples of a Dataset, Sequence or generator, and the rows of its first batch.
-
-    Which examples share a batch, and their order in later passes, is for the run to say.
-    """
+def _read(source: Any, y: Any, steps: int | None = None) -> tuple[tuple[Any, ...], int | None]:
+    """Returns the examples of a Dataset, Sequence or generator, and the rows of its first batch."""
     kind = type(source).__name__
     if y is not None:
         raise TypeError(f"Expected y = None when x is a {kind}, got targets. Use pairs in x.")
@@ -173,49 +153,25 @@ def _read(source: Any, y: Any, steps: int | None) -> tuple[tuple[Any, ...], int 
     if isinstance(source, tf.data.Dataset):
         if int(source.cardinality()) == tf.data.INFINITE_CARDINALITY:
             raise UnsupportedRunError(
-                "Expected a finite Dataset, got an infinite one. Drop repeat(): Model.fit repeats "
-                "the epochs."
+                "Expected a finite Dataset, got an infinite one. Drop repeat()."
             )
         is_batched, items = _is_batched(source.element_spec), list(source.as_numpy_iterator())
     elif isinstance(source, tf.keras.utils.Sequence):
         items = [source[index] for index in range(len(source))]
     else:
-        items = _generated(source, steps)
+        items = list(itertools.islice(source, (steps or 0) + 1))
+        if len(items) != steps:
+            raise UnsupportedRunError(
+                f"Expected a generator that ends after steps_per_epoch = {steps} batches, got "
+                f"{len(items)} or more: it is read once. Say the number of its batches."
+            )
     if not items:
         raise UnsupportedRunError(f"Expected at least one example, got an empty {kind}.")
     items = [item if isinstance(item, tuple) else (item,) for item in items]
-    if len(set(map(len, items))) > 1:
-        raise UnsupportedRunError("Expected weights in all batches or in none, got them in some.")
-    join = np.concatenate if is_batched else np.stack
-    rows = [tf.nest.flatten(item) for item in items]
-    columns = [list(map(np.asarray, parts)) for parts in zip(*rows, strict=True)]
-    for parts in columns:
-        shapes = list(dict.fromkeys(part.shape[is_batched:] for part in parts))
-        if len(shapes) > 1 or (is_batched and not all(part.ndim for part in parts)):
-            raise UnsupportedRunError(
-                f"Expected examples of one shape, got {shapes[0]} and {shapes[-1]}. If they are "
-                "batches, pass dataset.unbatch(); else pad the examples."
-            )
-    found = tf.nest.pack_sequence_as(items[0], list(map(join, columns)))
-    return found, len(columns[0][0]) if is_batched else None
-
-
-def _generated(source: Any, steps: int | None) -> list[Any]:
-    if steps is None:
-        raise UnsupportedRunError(
-            "Expected steps_per_epoch, the batches of one pass, with a generator, got None: it is "
-            "read once, into memory, and has to end. Say the number, or pass arrays or a "
-            "keras.utils.Sequence."
-        )
-    found = list(itertools.islice(source, steps + 1))
-    if len(found) != steps:
-        more = "more: it may go on with the same examples, each of which would count as several"
-        raise UnsupportedRunError(
-            f"Expected a generator of steps_per_epoch = {steps} batches, got "
-            f"{more if len(found) > steps else len(found)}. Let it end after one pass; epochs "
-            "are for fit to make."
-        )
-    return found
+    columns = zip(*map(tf.nest.flatten, items), strict=True)
+    joined = [(np.concatenate if is_batched else np.stack)(parts) for parts in columns]
+    rows = len(tf.nest.flatten(items[0])[0]) if is_batched else None
+    return tf.nest.pack_sequence_as(items[0], joined), rows
 
 
 def _number_of_examples(arrays: Any) -> int:
@@ -229,14 +185,10 @@ def _number_of_examples(arrays: Any) -> int:
 
 
 def _check_each_once(arrays: Any, *, is_read: bool) -> None:
-    """Raises UnsupportedRunError if examples show that they are there twice, or overlap.
+    """Raises UnsupportedRunError if examples, then targets, show that they are there twice.
 
-    Nothing is wrong with equal examples if they belong to different persons, which nobody can see
-    here; of arrays they give a warning.
-
-    Args:
-        arrays: Examples, then targets; what is no array (a sparse matrix) is not looked at.
-        is_read: True if a pipeline or a generator gave the examples, which may repeat them.
+    Equal ones of arrays may belong to different persons and give a warning. What is no array (a
+    sparse matrix) is not looked at. `is_read` says whether they come from a pipeline.
     """
     given = [part for part in tf.nest.flatten(arrays) if part is not None]
     if not all(isinstance(part, np.ndarray | tf.Tensor) for part in given):
@@ -244,20 +196,17 @@ def _check_each_once(arrays: Any, *, is_read: bool) -> None:
     parts = [np.ascontiguousarray(part) for part in given]
     if any(map(_slides, parts[: len(tf.nest.flatten(arrays[0]))])):  # not the targets
         raise UnsupportedRunError(
-            "Expected examples that do not overlap, got windows that do, each of which begins with "
-            "a part of the one before it: what happened at one time would be in several examples, "
-            f"each protected by itself. {_ONE_EXAMPLE} Move a window by its whole length."
+            "Expected examples that do not overlap, got windows that begin with a part of the one "
+            f"before: several examples would hold the same moment. {_ONE_EXAMPLE}"
         )
     rows = (b"".join(part.tobytes() for part in row) for row in zip(*parts, strict=True))
     if len(set(map(hash, rows))) == len(parts[0]):
         return
     if is_read:
         raise UnsupportedRunError(
-            "Expected every example once, got equal ones from what was read: a Dataset with "
-            "repeat() or joined with a copy of itself, a generator or Sequence that draws with "
-            "replacement, or goes round again, gives an example several times, each protected by "
-            f"itself. {_ONE_EXAMPLE} Let it give every example once; if equal ones belong to "
-            "different persons, pass arrays."
+            "Expected every example once, got equal ones from what was read (repeat, replacement, "
+            f"a data set joined with itself). {_ONE_EXAMPLE} If they belong to different persons, "
+            "pass arrays."
         )
     warn_of_equal()
 
@@ -267,12 +216,9 @@ def _slides(part: np.ndarray) -> bool:
 
     What is the same all along, as padding is, tells nothing.
     """
-    if part.ndim < 2:
-        return False
-    first = part[: _WINDOWS + 1]
-    for shift in range(1, min(part.shape[1] // 2, _LARGEST_SHIFT) + 1):
+    first, axes = part[: _WINDOWS + 1], tuple(range(1, part.ndim))
+    for shift in range(1, min(part.shape[1] // 2, _LARGEST_SHIFT) + 1 if axes else 0):
         ends, begins = first[:-1, shift:], first[1:, :-shift]
-        axes = tuple(range(1, part.ndim))
         varies = (ends != ends[:, :1]).any(axis=axes)
         if 2 * ((ends == begins).all(axis=axes) & varies).sum() > max(len(ends), 2):
             return True
@@ -289,20 +235,17 @@ class GivenWeights:
     Attributes:
         of_classes: Number for every class, or None.
         of_examples: Number for every example, or None.
-        bound: Bound on every weight that an example could have; None if it is not known.
     """
 
-    of_classes: Any = None
+    of_classes: Mapping[Any, Any] | None = None
     of_examples: Any = None
-    bound: float | None = None
 
     @property
     def largest(self) -> float | None:
         """Bound on the weight of every example that could be in the data; None if unknown."""
-        if self.of_examples is not None and self.bound is None:
+        if self.of_examples is not None:
             return None
-        classes = 1.0 if self.of_classes is None else max(self._classes().values())
-        return classes if self.of_examples is None else classes * float(self.bound or 0)
+        return 1.0 if self.of_classes is None else max(self._classes().values())
 
     def of(self, targets: Any, number: int) -> tf.Tensor | None:
         """Returns the weight of every example, float64, shape (examples,), or None."""
@@ -316,36 +259,23 @@ class GivenWeights:
         return tf.constant(weights, tf.float64)
 
     def _classes(self) -> dict[int, float]:
-        given = self.of_classes
-        if not isinstance(given, Mapping) or not given:
-            raise TypeError(
-                f"Expected class_weight to be a dictionary from classes to numbers, got {given!r}. "
-                "Take the numbers from public knowledge: how often a class occurs is private."
-            )
         return {
             int(label): validate.real(f"class_weight[{label!r}]", weight, minimum=0)
-            for label, weight in given.items()
+            for label, weight in (self.of_classes or {}).items()
         }
 
     def _by_class(self, targets: Any) -> np.ndarray:
         known = self._classes()
-        if not any(known.values()):
-            raise ValueError("Expected a class_weight above 0, got none.")
         array = np.asarray(targets) if not tf.nest.is_nested(targets) else np.empty(0)
         if array.ndim == 2 and array.shape[1] > 1:
             array = array.argmax(axis=1)
-        labels = array.reshape(-1)
-        if array.size != len(array) or not np.array_equal(labels, np.round(labels)):
+        labels = array.reshape(-1).tolist()
+        if array.size != len(array) or not set(labels) <= set(known):
             raise ValueError(
-                "Expected targets that are classes, or one-hot rows, with class_weight, got an "
-                f"array of shape {array.shape}. Use sample_weight."
+                "Expected targets that are classes of class_weight, or one-hot rows of them, got "
+                f"others, of shape {array.shape}. Give every class a number."
             )
-        if missing := sorted(set(labels.astype(int).tolist()) - set(known)):
-            raise ValueError(
-                f"Expected class_weight for every class, got none for class {missing[0]}: its "
-                "weight has to be known before the data is."
-            )
-        return np.array([known[label] for label in labels.astype(int).tolist()])
+        return np.array([known[label] for label in labels])
 
     def _by_example(self, number: int) -> np.ndarray:
         weights = np.asarray(self.of_examples, dtype=np.float64)
@@ -356,11 +286,6 @@ class GivenWeights:
             )
         if not (np.isfinite(weights) & (weights >= 0)).all():
             raise ValueError("Expected every sample_weight to be finite and >= 0, got another one.")
-        if self.bound is not None and not (weights <= self.bound).all():
-            raise ValueError(
-                f"Expected every sample_weight <= weight_bound = {self.bound:g}, got a larger one. "
-                "The bound is on the weights that an example could have; it is public."
-            )
         return weights
 
 
@@ -390,8 +315,7 @@ class HeldExamples:
             if weights.of_examples is not None:
                 raise UnsupportedRunError(
                     f"Expected sample_weight = None when x is a {type(x).__name__}, got weights: "
-                    "whose they are depends on its order. Let it give triples (example, target, "
-                    "weight), or pass arrays."
+                    "whose they are depends on its order. Let it give triples with the weight."
                 )
             found, self.batch_size = _read(x, y, steps)
             if len(found) not in (2, 3):
@@ -427,8 +351,7 @@ class HeldExamples:
         if found._digest != self._digest:
             raise UnsupportedRunError(
                 "Expected the examples of the run so far, got others: the run is about one data "
-                "set. Pass the same arrays to every call of fit; or compile again, which begins "
-                "another run, composed with this one."
+                "set. Compile again, which begins another run, composed with this one."
             )
         return found.given
 
@@ -459,10 +382,7 @@ def _copied(name: str, structure: Any) -> Any:
             raise UnsupportedRunError(
                 f"Expected {name} as an array, or a structure of arrays, got {type(part).__name__}."
             )
-        array = np.array(part)  # a copy, which tf.convert_to_tensor may share
-        if array.ndim == 0:
-            raise ValueError(f"Expected {name} with an axis of examples, got a number.")
-        tensor = tf.convert_to_tensor(array)
+        tensor = tf.convert_to_tensor(np.array(part))  # a copy, which it may share
         return tf.cast(tensor, tf.keras.backend.floatx()) if tensor.dtype.is_floating else tensor
 
     return tf.nest.map_structure(copied, structure)
@@ -470,9 +390,8 @@ def _copied(name: str, structure: Any) -> Any:
 
 def _digest(structure: Any) -> str:
     """Returns a hash of every bit of a structure of tensors, and of its form."""
-    found = hashlib.blake2b(
-        repr(tf.nest.map_structure(lambda part: getattr(part, "shape", None), structure)).encode()
-    )
+    form = tf.nest.map_structure(lambda part: getattr(part, "shape", None), structure)
+    found = hashlib.blake2b(repr(form).encode())
     for part in tf.nest.flatten(structure):
         array = np.empty(0) if part is None else part.numpy()
         found.update(str(array.dtype).encode())

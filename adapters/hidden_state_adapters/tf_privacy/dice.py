@@ -191,29 +191,19 @@ class DiceUpdate(UpdateRule):
         self.error_l2_norm_clip, self.automatic = error_l2_norm_clip, automatic
         self.gradient_bound = Declared(gradient_bound=gradient_bound).gradient_bound
 
-    @classmethod
-    def of_optimizer(
-        cls, optimizer: Any, *, expected_batch_size: int | None, **arguments: Any
-    ) -> DiceUpdate:
-        """Returns the rule of a drop-in optimizer, whose divisor the run has to have, or None."""
-        rule = cls(optimizer, **arguments)
-        rule.divisor = expected_batch_size
-        return rule
-
     def get_config(self) -> dict[str, Any]:
         """See `UpdateRule.get_config`."""
         return {
             "error_l2_norm_clip": self.error_l2_norm_clip,
             "automatic": self.automatic,
             "gradient_bound": None if math.isinf(self.gradient_bound) else self.gradient_bound,
-            "expected_batch_size": self.divisor,
         }
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> DiceUpdate:
         """See `UpdateRule.from_config`."""
         given = {**config, "gradient_bound": config["gradient_bound"] or math.inf}
-        return cls.of_optimizer(None, **given)
+        return cls(None, **given)
 
     def declared(self, settings: Settings) -> Declared:
         """See `UpdateRule.declared`."""
@@ -227,11 +217,6 @@ class DiceUpdate(UpdateRule):
                     f"Expected {name} = None with DiceUpdate, got {getattr(settings, name)}: {why}."
                     " Leave it out."
                 )
-        if plan is not None and self.divisor not in (None, plan.batch_size):
-            raise UnsupportedRunError(
-                f"Expected expected_batch_size = None or {plan.batch_size}, the divisor of every "
-                f"batch, got {self.divisor}. Leave it out."
-            )
 
     def moves_by(self, settings: Settings, update: Update, variables: Sequence[Any]) -> DiceRule:
         """See `UpdateRule.moves_by`."""

@@ -131,11 +131,17 @@ def layers_of(model: Any, variables: Sequence[Any]) -> list[str]:
     return found
 
 
-def models_of(model: Any) -> list[Any]:
-    """Returns the models that have a trained variable of a model or layer, itself among them."""
-    models = [one for one in model._flatten_layers() if isinstance(one, tf.keras.Model)]
+def parts_of(model: Any, variables: Sequence[Any] | None) -> list[Any]:
+    """Returns the models and layers with one of the variables, and the one that was made private.
+
+    None for all, model or layer itself among them.
+    """
+    parts = list(model._flatten_layers())
+    if variables is not None:
+        own = {id(variable) for variable in variables}
+        parts = [part for part in parts if own & {id(variable) for variable in trained(part)}]
     given = vars(model).get("made_private_from", lambda: None)()  # may have no variables yet
-    return [one for one in models if trained(one)] + ([] if given is None else [given])
+    return parts if given is None else [*parts, given]
 
 
 def computes_otherwise(layer: Any) -> bool:

@@ -9,11 +9,10 @@ without an optimizer: that is declared by you.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -25,7 +24,8 @@ from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.tf_privacy import keras_api
 
-_BEHIND = "_hidden_state_runs"  # attribute of variables and layers
+_BEHIND = "_hidden_state_runs"  # attribute of variables, layers and models
+_RUNS, _WEIGHTS = "runs_behind_the_weights", "weights"  # in the configuration of an optimizer
 _NOT_RECORDED = "nobody recorded its steps, as HiddenStateCallback does."
 # The last ones are what functions that write an .h5 or a SavedModel ask a model for.
 _WRITES = ("save", "save_weights", "export", "get_config", "_trackable_children")
@@ -55,8 +55,7 @@ class PastRun:
     @property
     def releases(self) -> Sequence[int]:
         """Steps whose weights were released."""
-        found: Sequence[int] = self.state.get("release_steps", ())
-        return found
+        return list(self.state.get("release_steps", ()))
 
     def run(self) -> Run:
         """Returns the run with its steps; ValueError if the state is damaged."""
@@ -75,33 +74,25 @@ class PastRun:
                 f"trained: {why} Start from other weights (that they do not depend on the examples "
                 "is then declared by you)."
             )
-        if newest is None or newest.run is None:
+        if newest is None or known is self:
             return self
-        if self.num_steps == newest.run.num_steps:
+        if self.num_steps == known.num_steps:
             newest.release()
-        elif self.num_steps not in newest.run.release_steps:
+        elif self.num_steps not in known.releases:
             raise UnsupportedRunError(
                 f"Expected the newest weights of a private run, got those that step "
-                f"{self.num_steps} left: the run went on to step {newest.run.num_steps}, and the "
-                "weights in between count as hidden. Start from the newest ones, or call release() "
-                "before the run goes on."
+                f"{self.num_steps} left: the run went on to step {known.num_steps}, and the "
+                "weights in between count as hidden. Start from the newest ones."
             )
         return newest.snapshot()  # with the release
 
 
 def _each_once(runs: Iterable[PastRun]) -> tuple[PastRun, ...]:
-    """Returns the runs, each as far as its latest weights go, if it released the earlier ones."""
-    found: dict[str, PastRun] = {}
-    for past in runs:
-        pair = (found.get(past.run_id, past), past)
-        less, more = sorted(pair, key=lambda p: (bool(p.refused), p.num_steps, len(p.releases)))
-        if not more.refused and less.num_steps not in (more.num_steps, *more.releases):
-            more = attrs.evolve(
-                more,
-                refused="the weights are those of different steps of it, not all of them released.",
-            )
-        found[past.run_id] = more
-    return tuple(found.values())
+    """Returns the runs, each as far as its latest weights go."""
+    runs = list(runs)
+    order = sorted(runs, key=lambda past: (bool(past.refused), past.num_steps, len(past.releases)))
+    latest = {past.run_id: past for past in order}
+    return tuple(latest[name] for name in dict.fromkeys(past.run_id for past in runs))
 
 
 class Lineage:
@@ -124,8 +115,8 @@ class Lineage:
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
-        self._before: dict[int, np.ndarray | None] = {}  # initial values, by the ids of variables
-        self._held_before: dict[int, Any] = {}  # other lineages, which may still train them first
+        # By the ids of variables: their initial values, and what they referred to before.
+        self._before: dict[int, tuple[np.ndarray | None, Any]] = {}
         self.run_id = secrets.token_hex(16)
         self.earlier: tuple[PastRun, ...] = ()
         self.run: Run | None = None
@@ -148,22 +139,22 @@ class Lineage:
     def hang_on(
         self, variables: Sequence[Any], model: Any = None, *, resumed: bool = False
     ) -> None:
-        """Lets variables that are to be trained, and layers that own some, refer to the run."""
+        """Lets variables that are to be trained, and layers that own some, refer to the run.
+
+        What writes files of the layers, or copies them, then says so first.
+        """
         new = [variable for variable in variables if _held(variable) is not self]
-        if not new:
-            return
         with tf.init_scope():  # the step may be traced
-            if self.ended == _NOT_RECORDED:
+            if new and self.ended == _NOT_RECORDED:
                 self.earlier = _each_once((*self.earlier, *_behind(new)))
             for variable in new:
-                self._before[id(variable)] = None if resumed else _value_or_none(variable)
-                self._held_before.setdefault(id(variable), _held(variable))
+                value = None if resumed else _value_or_none(variable)
+                self._before.setdefault(id(variable), (value, _held(variable)))
                 setattr(variable, _BEHIND, self)
-        own = {id(variable) for variable in variables}
-        for layer in [] if model is None else model._flatten_layers():
-            if resumed or own & {id(variable) for variable in keras_api.trained(layer)}:
-                vars(layer)[_BEHIND] = self  # past Keras' bookkeeping
-                _watch_copies(layer)
+        own = None if resumed else variables
+        for part in [] if model is None else keras_api.parts_of(model, own):
+            vars(part)[_BEHIND] = self  # past Keras' bookkeeping
+            _watch(part)
 
     @property
     def is_over(self) -> bool:
@@ -184,47 +175,33 @@ class Lineage:
             self.run.release()
             self.released = self.steps
 
-    def behind(self, variable: Any = None) -> tuple[PastRun, ...]:
-        """Returns the runs behind a variable that this one trains or has trained; None for all."""
-        if not self._trainer.has_stepped:  # whoever held them before may have trained them since
-            ids = self._held_before if variable is None else [id(variable)]
-            others = [other for one in ids if (other := self._held_before[one]) is not None]
-            since = [past for other in others for past in other.behind(variable)]
-            return _each_once((*self.earlier, *since)) if since else self.earlier
+    def behind(self, variable: Any) -> tuple[PastRun, ...]:
+        """Returns the runs behind a variable that this one trains or has trained."""
+        value, held = self._before[id(variable)]
+        if not self._trainer.has_stepped:  # the run before may have trained it since
+            return (*self.earlier, *(() if held is None else held.behind(variable)))
+        if value is not None and np.array_equal(value, variable.numpy()):
+            return self.earlier
         past = self.snapshot()
-        if variable is not None:
-            before = self._before[id(variable)]
-            if before is not None and np.array_equal(before, variable.numpy()):
-                return self.earlier
-            if not past.refused and not self._has_left(variable):
-                why = "something else has changed the weights since."
-                past = attrs.evolve(past, refused=why)
+        if not past.refused and not self._trainer.step.has_left(self._trainer.left, variable):
+            past = attrs.evolve(past, refused="something else has changed the weights since.")
         return (*self.earlier, past)
-
-    def _has_left(self, variable: Any) -> bool:
-        return bool(self._trainer.step.has_left(self._trainer.left, variable))
 
     def check_newest(self, continued: Continued) -> None:
         """Raises UnsupportedRunError if steps after a state would be forgotten."""
-        state = continued.state
-        other, steps = _newest.get(state.run_id, self), state.num_steps
-        if other.released > steps:
-            raise UnsupportedRunError(
-                f"Expected the newest released state of the run, got that of step {steps}: the "
-                f"weights after step {other.released} were released and would be forgotten. Go on "
-                "from there, or later."
-            )
-        if other.steps > steps and not continued.discard_later_steps:
+        steps = continued.state.num_steps
+        other = _newest.get(continued.state.run_id, self)
+        last = other.released if continued.discard_later_steps else other.steps
+        if last > steps:
             raise UnsupportedRunError(
                 f"Expected the newest state of the run, got that of step {steps}: {other.steps} "
-                "steps were taken. If nothing that the later ones computed was ever seen by "
-                "anybody, nor made you go back, say discard_later_steps=True; it becomes a listed "
-                "assumption."
+                f"steps were taken, and step {other.released} was released. Go on from there, or, "
+                "if nobody ever saw later ones, say discard_later_steps=True."
             )
 
     def __reduce__(self) -> Any:
         """Copies and pickles what the runs are at this moment; a copy trains nothing."""
-        return tuple, (self.behind(),)
+        return tuple, (_behind(self._trainer.step.variables),)
 
 
 def _held(part: Any) -> Any:
@@ -239,7 +216,7 @@ def _value_or_none(variable: Any) -> np.ndarray | None:
         return None
 
 
-# Models and files
+# Models, copies and files
 
 
 def _behind(variables: Iterable[Any], layers: Iterable[Any] = ()) -> tuple[PastRun, ...]:
@@ -255,61 +232,16 @@ def _behind(variables: Iterable[Any], layers: Iterable[Any] = ()) -> tuple[PastR
     return _each_once(runs)
 
 
-def remember(fingerprints: Iterable[str], runs: tuple[PastRun, ...]) -> None:
-    """Notes the runs behind weights that a file holds, whatever the model is compiled with next."""
-    for name in fingerprints:
-        _read[name] = _each_once((*_read.get(name, ()), *runs))
-
-
-def _watch_copies(layer: Any) -> None:
-    """Lets a layer name its weights when they are written: Keras copies models through files."""
-    if (write := getattr(type(layer), "save_own_variables", None)) is not None:
-        vars(layer)["save_own_variables"] = functools.partial(_written, write, layer)
-
-
-def _written(write: Callable[..., Any], layer: Any, *args: Any) -> Any:
-    held = vars(layer).get(_BEHIND)
-    if isinstance(held, Lineage) and (say := held.writes()) is not None:
-        say()
-    for variable in keras_api.variables(layer):
-        if runs := _behind([variable], [layer]):
-            remember([fingerprint([variable])], runs)
-    return write(layer, *args)
-
-
-@contextlib.contextmanager
-def _told_by_optimizer(model: Any) -> Iterator[None]:
-    """Lets an optimizer with noise that took no step yet tell a file of the runs of its model."""
-    optimizer: Any = getattr(model, "optimizer", None)
-    if not hasattr(optimizer, "loaded_runs") or optimizer.last_step.steps:
-        yield
-        return
-    kept, variables = (optimizer.loaded_runs, optimizer.loaded_weights), keras_api.variables(model)
-    runs = _each_once((*kept[0], *_behind(variables, model._flatten_layers())))
-    names = tuple(fingerprint([variable]) for variable in variables)
-    optimizer.loaded_runs, optimizer.loaded_weights = runs, (*kept[1], *names)
-    try:
-        yield
-    finally:
-        optimizer.loaded_runs, optimizer.loaded_weights = kept
+def behind_model(model: Any) -> tuple[PastRun, ...]:
+    """Returns the runs behind the weights of a model, which need not be built."""
+    variables = keras_api.variables(model) if keras_api.is_built(model) else ()
+    return _behind(variables, model._flatten_layers())
 
 
 def runs_behind(model: Any) -> tuple[PastRun, ...]:
     """Returns the private runs that the weights of a model come from; they count as released."""
-    found = _behind(keras_api.variables(model), model._flatten_layers())
-    loaded = getattr(getattr(model, "optimizer", None), "loaded_runs", ())
-    return tuple(past.counted() for past in _each_once((*found, *loaded)))
-
-
-def plain_runs(variables: Iterable[Any], loaded: Iterable[PastRun] = ()) -> list[dict[str, Any]]:
-    """Returns the runs behind weights as plain types, for a file that holds the weights."""
-    return [attrs.asdict(past) for past in _each_once((*loaded, *_behind(variables)))]
-
-
-def plain_runs_of(model: Any) -> list[dict[str, Any]]:
-    """Returns those of a model, which need not be built."""
-    variables = keras_api.variables(model) if keras_api.is_built(model) else ()
-    return plain_runs(variables, _behind((), model._flatten_layers()))
+    loaded = getattr(getattr(model, "optimizer", None), "loaded_runs", {}).get(_RUNS, ())
+    return tuple(past.counted() for past in _each_once((*behind_model(model), *past_runs(loaded))))
 
 
 def hang_loaded(model: Any, runs: tuple[PastRun, ...]) -> Any:
@@ -319,41 +251,64 @@ def hang_loaded(model: Any, runs: tuple[PastRun, ...]) -> Any:
     return model
 
 
+def notes_of(variables: Sequence[Any], loaded: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what an optimizer writes of the runs behind variables, and of those it was read with.
+
+    Empty where there are none.
+    """
+    runs = _each_once((*past_runs(loaded.get(_RUNS, ())), *_behind(variables)))
+    names = [*loaded.get(_WEIGHTS, ()), *(fingerprint([variable]) for variable in variables)]
+    plain = [attrs.asdict(past) for past in runs]
+    return {_RUNS: plain, _WEIGHTS: list(dict.fromkeys(names))} if runs else {}
+
+
+def read_notes(config: dict[str, Any]) -> dict[str, Any]:
+    """Takes what `notes_of` returned out of a configuration, and remembers and returns it."""
+    notes = {name: config.pop(name) for name in (_RUNS, _WEIGHTS) if name in config}
+    for name in notes.get(_WEIGHTS, ()):  # whatever the model is compiled with next
+        _remember(name, past_runs(notes[_RUNS]))
+    return notes
+
+
+def _remember(name: str, runs: tuple[PastRun, ...]) -> None:
+    _read[name] = _each_once((*_read.get(name, ()), *runs))
+
+
+def _watch(part: Any) -> None:
+    own, kind = vars(part), type(part)
+    names: tuple[str, ...] = ("save_own_variables",)  # with which Keras copies models, too
+    if isinstance(part, tf.keras.Model):
+        names, own["__reduce_ex__"] = _WRITES, functools.partial(_reduced, part)
+    for name in names:
+        if (write := getattr(kind, name, None)) is not None:
+            own[name] = functools.partial(_written, write, part)
+
+
+def _written(write: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
+    """Counts a release, and notes the runs where the file or the copy has no other place."""
+    is_checkpoint = write.__name__ == "_trackable_children" and "savedmodel" not in (
+        *args, kwargs.get("save_type")
+    )  # fmt: skip
+    held: Any = vars(part).get(_BEHIND)
+    optimizer: Any = getattr(part, "optimizer", None)
+    if isinstance(held, Lineage) and not is_checkpoint and (say := held.writes()) is not None:
+        say()
+    if write.__name__ == "save_own_variables":
+        for variable in keras_api.variables(part):
+            if runs := _behind([variable], [part]):
+                _remember(fingerprint([variable]), runs)
+    if hasattr(optimizer, "loaded_runs"):  # with noise, and maybe without a step yet
+        optimizer.loaded_runs = notes_of(keras_api.variables(part), optimizer.loaded_runs)
+    return write(part, *args, **kwargs)
+
+
+def _reduced(part: Any, protocol: Any) -> Any:
+    make, arguments, *_ = _written(type(part).__reduce_ex__, part, protocol)
+    return _made_again, (make, arguments, behind_model(part))
+
+
 def _made_again(make: Callable[..., Any], arguments: Any, runs: tuple[PastRun, ...]) -> Any:
     return hang_loaded(make(*arguments), runs)
-
-
-def watch_files(model: Any, note: Callable[[], Callable[[], None] | None]) -> None:
-    """Lets what writes files of a model, or copies it, say so first, whoever calls it.
-
-    So do models inside of it that are trained, and the one that `make_private` was given.
-    """
-
-    def noted(write: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
-        is_checkpoint = write.__name__ == "_trackable_children" and "savedmodel" not in (
-            *args, kwargs.get("save_type")
-        )  # fmt: skip
-        if not is_checkpoint and (say := note()) is not None:
-            say()
-        with _told_by_optimizer(part):
-            return write(part, *args, **kwargs)
-
-    def reduced(write: Callable[..., Any], part: Any, protocol: Any) -> Any:
-        make, arguments, *_ = noted(write, part, protocol)
-        runs = _behind(keras_api.variables(part), part._flatten_layers())
-        return _made_again, (make, arguments, runs)
-
-    def copied(part: Any, memo: Any) -> Any:
-        make, arguments = part.__reduce_ex__(4)
-        return make(*arguments)
-
-    for part in keras_api.models_of(model):
-        own = vars(part)
-        for name in _WRITES:
-            if (write := getattr(type(part), name, None)) is not None:
-                own[name] = functools.partial(noted, write, part)
-        own["__reduce_ex__"] = functools.partial(reduced, type(part).__reduce_ex__, part)
-        own["__deepcopy__"] = functools.partial(copied, part)
 
 
 def fingerprint(variables: Sequence[Any]) -> str:
@@ -415,8 +370,6 @@ class RunState:
     private: Mapping[str, Any] | None
 
     def __attrs_post_init__(self) -> None:
-        for name in ("batch_size", "examples", "num_steps", "iterations"):
-            validate.integer(name, getattr(self, name), minimum=int(name != "iterations"))
         run = run_of(self.run)
         run.check_relation(self.relation)
         if run.num_steps != self.num_steps:
@@ -424,19 +377,17 @@ class RunState:
 
     def check_fits(self, model: Any, optimizer: Any, relation: NeighboringRelation) -> None:
         """Raises UnsupportedRunError if the run cannot go on with a model and an algorithm."""
-        given, plan = (self.batch_size, self.examples), optimizer.plan
-        for name, expected, found, remedy in (
-            ("optimizer", self.optimizer, optimizer.kind, "Compile with what it was made with"),
-            ("neighboring_relation", self.relation.name, relation.name, "Use that of before"),
-            (
-                "batches (batch_size, examples)", given, (plan.batch_size, plan.dataset_size),
-                "Use the arguments of before",
-            ),
-        ):  # fmt: skip
+        plan = optimizer.plan
+        for name, expected, found in (
+            ("optimizer", self.optimizer, optimizer.kind),
+            ("neighboring_relation", self.relation.name, relation.name),
+            ("batch_size", self.batch_size, plan.batch_size),
+            ("examples", self.examples, plan.dataset_size),
+        ):
             if expected != found:
                 raise UnsupportedRunError(
-                    f"The state is of another run: expected {name} = {expected}, got {found}. "
-                    f"{remedy}."
+                    f"Expected {name} = {expected} of the run so far, got {found}. Make and "
+                    "compile the model as before."
                 )
         if optimizer.hidden_state and self.private is None:
             raise UnsupportedRunError(
@@ -452,13 +403,7 @@ class RunState:
 
     def to_plain(self) -> dict[str, Any]:
         """Returns numbers, strings, lists and dictionaries, for JSON."""
-        return {
-            **attrs.asdict(self, recurse=False),
-            "relation": self.relation.name,
-            "texts": list(self.texts),
-            "earlier": [attrs.asdict(past) for past in self.earlier],
-            "blocks": list(map(list, self.blocks)),
-        }
+        return {**attrs.asdict(self), "relation": self.relation.name}
 
     @classmethod
     def of_plain(cls, plain: Any) -> RunState:

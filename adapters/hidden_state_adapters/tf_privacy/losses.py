@@ -11,13 +11,15 @@ used like Keras' own with ``from_logits=True``. Each is the Huber envelope of th
 
 (docs/theory/moduli.md): convex, with gradients in the predictions no longer than `clip_norm` and
 Lipschitz with the constant 1/(1/M + smoothing), M being that of the plain loss. Values and
-gradients are computed in float64, eagerly, in graphs and under XLA. How long that takes depends on
-the examples. A target that the loss is not made for, or a gradient that could not be certified,
-gives a loss that is not a number, and the private optimizers refuse the step.
+gradients are computed in float64, those of crossentropy of several classes by NumPy, so that XLA
+does not compile them. How long that takes depends on the examples. A target that the loss is not
+made for, or a gradient that could not be certified, gives a loss that is not a number, and the
+private optimizers refuse the step.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -30,13 +32,6 @@ from hidden_state_accountants import LossGeometry, UnsupportedRunError, validate
 from hidden_state_accountants.losses import envelope, linear, scalar
 from hidden_state_accountants.losses.arrays import Arrays
 from hidden_state_accountants.losses.linear import PROBABILITY_SLACK, LinearLoss
-from hidden_state_accountants.losses.softmax import (
-    NEWTON_STEPS,
-    RESCUE_STEPS,
-    SMALL_STEP,
-    Point,
-    SoftmaxEnvelope,
-)
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import check_loss, for_each_row
 
@@ -96,24 +91,17 @@ class EnvelopeLoss(tf.keras.losses.Loss):
 
     @property
     def _settings(self) -> dict[str, float]:
-        """Numbers that its constants depend on."""
         return {name: getattr(self, name) for name in self._names}
 
     def call(self, y_true: Any, y_pred: Any) -> Any:
         """Returns the losses of a batch, shape (examples,)."""
-        y_pred = tf.convert_to_tensor(y_pred)
-        if y_pred.dtype not in (tf.float32, tf.float64):
-            raise TypeError(
-                f"Expected predictions in float32 or float64, got {y_pred.dtype.name}. Train "
-                "without mixed precision."
-            )
-        y_true = tf.convert_to_tensor(y_true)
+        targets = tf.cast(tf.convert_to_tensor(y_true), tf.float64)
 
         @tf.custom_gradient
         def losses(predictions: Any) -> tuple[Any, Callable[[Any], Any]]:
             # A tape would follow every step of the solver, only to be told the gradients below.
             known = tf.cast(tf.stop_gradient(predictions), tf.float64)
-            values, gradients = self._evaluate(known, y_true)
+            values, gradients = self._evaluate(known, targets)
             gradients = tf.cast(gradients, predictions.dtype)
 
             def backward(weights: Any) -> Any:
@@ -122,10 +110,10 @@ class EnvelopeLoss(tf.keras.losses.Loss):
 
             return tf.cast(values, predictions.dtype), backward
 
-        return losses(y_pred)
+        return losses(tf.convert_to_tensor(y_pred))
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        """Returns values, shape (examples,), and gradients in float64."""
+        """Returns values, shape (examples,), and gradients, of numbers in float64."""
         raise NotImplementedError
 
 
@@ -151,88 +139,30 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
     _least_clip_norm = envelope.LEAST_SOFTMAX_CLIP_NORM
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        if predictions.shape.rank != 2 or (predictions.shape[1] or 0) < 2:
-            raise ValueError(
-                "Expected logits of shape (examples, classes) with two classes or more, got "
-                f"{predictions.shape[1:]} for each example."
-            )
-        probabilities, classes = self._probabilities(predictions, targets), predictions.shape[1]
-        found: tuple[Any, Any] = _softmax_envelope(
-            predictions, probabilities, int(classes), self.clip_norm, self.smoothing
-        )
-        return found
-
-    def _probabilities(self, logits: Any, targets: Any) -> Any:
-        targets = _reshaped(tf.cast(targets, tf.float64), logits)
+        targets = _shaped_like(predictions, targets)
         sums = tf.reduce_sum(targets, axis=1, keepdims=True)
-        is_fine = tf.reduce_all(targets >= 0, axis=1, keepdims=True)
-        is_fine = is_fine & (tf.abs(sums - 1) <= PROBABILITY_SLACK)
-        return tf.where(is_fine, targets / sums, math.nan)
+        are_fine = tf.reduce_all(targets >= 0, axis=1, keepdims=True)
+        are_fine = are_fine & (tf.abs(sums - 1) <= PROBABILITY_SLACK)
+        probabilities = tf.where(are_fine, targets / sums, 1 / predictions.shape[-1])
+        solve = functools.partial(
+            envelope.softmax_envelope, clip_norm=self.clip_norm, smoothing=self.smoothing
+        )
+        found = tf.numpy_function(solve, [predictions, probabilities], [tf.float64] * 2)
+        values = tf.ensure_shape(found[0], predictions.shape[:1])
+        gradients = tf.ensure_shape(found[1], predictions.shape)
+        nan = tf.constant(math.nan, tf.float64)
+        return tf.where(are_fine[:, 0], values, nan), tf.where(are_fine, gradients, nan)
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
 class EnvelopeSparseCategoricalCrossentropy(EnvelopeCategoricalCrossentropy):
     """`EnvelopeCategoricalCrossentropy` called with classes, shape (examples,) or (examples, 1)."""
 
-    def _probabilities(self, logits: Any, targets: Any) -> Any:
-        if targets.shape.rank == 2 and targets.shape[1] == 1:
-            targets = targets[:, 0]
-        if targets.shape.rank != 1:
-            raise ValueError(
-                "Expected classes of shape (examples,) or (examples, 1), got targets of shape "
-                f"{targets.shape[1:]} for each. Use EnvelopeCategoricalCrossentropy for "
-                "probabilities."
-            )
-        one_hot = tf.one_hot(tf.cast(targets, tf.int64), logits.shape[1], dtype=tf.float64)
-        return super()._probabilities(logits, one_hot)
-
-
-@tf.function(reduce_retracing=True, autograph=False)  # eagerly it is several times slower
-def _softmax_envelope(
-    logits: Any, probabilities: Any, classes: int, clip_norm: float, smoothing: float
-) -> tuple[Any, Any]:
-    z, t = (
-        tf.transpose(tf.ensure_shape(rows, [None, classes])) for rows in (logits, probabilities)
-    )
-    problem = SoftmaxEnvelope.of(TENSORFLOW, z, t, clip_norm, smoothing)
-    point = _solve(problem)
-    return problem.value(point), tf.transpose(problem.gradient(point))
-
-
-def _solve(problem: SoftmaxEnvelope) -> Point:
-    """Returns the solutions; p is not a number where none was found that is certified."""
-    start, is_pulled = problem.start()
-    is_open = tf.reduce_any(is_pulled) if problem.smoothing == 0 else tf.constant(True)
-
-    def step(number: Any, point: Point, is_open: Any) -> tuple[Any, Point, Any]:
-        point, squares = problem.newton_step(point)
-        is_open = tf.cond(
-            tf.reduce_any(squares > SMALL_STEP),
-            lambda: True,
-            lambda: ~tf.reduce_all(problem.is_solved(problem.error(point))),
-        )
-        return number + 1, point, is_open
-
-    _, point, is_open = tf.while_loop(
-        lambda number, point, is_open: is_open & (number < NEWTON_STEPS),
-        step,
-        (tf.constant(0), start, is_open),
-    )
-    return tf.cond(is_open, lambda: _rescue(problem, point), lambda: point)
-
-
-def _rescue(problem: SoftmaxEnvelope, point: Point) -> Point:
-    """Solves in the slow way what is not solved."""
-    _, state = tf.while_loop(
-        lambda number, state: (number < RESCUE_STEPS) & ~tf.reduce_all(state.done),
-        lambda number, state: (number + 1, problem.rescue_step(state)),
-        (tf.constant(0), problem.rescue_start()),
-    )
-    found = problem.rescue_end(state)
-    is_found = problem.is_solved(problem.error(found))
-    found = found._replace(p=tf.where(is_found, found.p, math.nan))
-    is_solved = problem.is_solved(problem.error(point))
-    return Point(*(tf.where(is_solved, a, b) for a, b in zip(point, found, strict=True)))
+    def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
+        targets = _shaped_like(predictions[..., 0], targets)
+        classes = tf.cast(targets, tf.int64)
+        one_hot = tf.one_hot(classes, predictions.shape[-1], dtype=tf.float64)
+        return super()._evaluate(predictions, one_hot)
 
 
 class _OfOneOutput(EnvelopeLoss):
@@ -240,13 +170,12 @@ class _OfOneOutput(EnvelopeLoss):
     _is_target: ClassVar[Any]
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        if predictions.shape.rank not in (1, 2) or predictions.shape[1:] not in ([], [1]):
+        if predictions.shape[1:] not in ([], [1]):
             raise ValueError(
                 "Expected predictions of one output, shape (examples,) or (examples, 1), got "
                 f"{predictions.shape[1:]} for each example."
             )
-        kind = type(self)
-        targets = _reshaped(tf.cast(targets, tf.float64), predictions)
+        kind, targets = type(self), _shaped_like(predictions, targets)
         targets = tf.where(kind._is_target(targets), targets, math.nan)
         values, gradients = kind._loss(TENSORFLOW, predictions, targets, **self._settings)
         return tf.reshape(values, [-1]), gradients
@@ -308,15 +237,9 @@ class EnvelopeSquaredError(EnvelopeLoss):
         self.scale = self.curvature = validate.real("scale", scale, above=0)
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        if predictions.shape.rank not in (1, 2):
-            raise ValueError(
-                "Expected predictions of shape (examples,) or (examples, outputs), got "
-                f"{predictions.shape[1:]} for each example."
-            )
-        targets = _reshaped(tf.cast(targets, tf.float64), predictions)
-        z, t = (
-            tf.transpose(a if a.shape.rank == 2 else a[:, None]) for a in (predictions, targets)
-        )
+        rows = tf.shape(predictions)[0]
+        both = predictions, _shaped_like(predictions, targets)
+        z, t = (tf.transpose(tf.reshape(part, [rows, -1])) for part in both)
         values, gradients = scalar.squared_error(TENSORFLOW, z, t, **self._settings)
         return values, tf.reshape(tf.transpose(gradients), tf.shape(predictions))
 
@@ -330,7 +253,7 @@ ENVELOPES = (
 )
 
 
-def _reshaped(targets: Any, predictions: Any) -> Any:
+def _shaped_like(predictions: Any, targets: Any) -> Any:
     """Returns the targets in the shape of the predictions, but for a last dimension of 1."""
     ranks = targets.shape.rank, predictions.shape.rank
     if ranks == (1, 2) and predictions.shape[1] == 1:
@@ -347,13 +270,9 @@ def _reshaped(targets: Any, predictions: Any) -> Any:
 
 # What is known of a loss
 
-LEAVE_OUT = (
-    "Leave out loss_geometry= and feature_norm=: every step then counts, whatever the model and "
-    "its loss."
-)
+LEAVE_OUT = "Leave out loss_geometry= and feature_norm=: every step then counts."
 DECLARE = (
-    f"{LEAVE_OUT} Or declare the loss of one linear layer yourself, if you proved its constants: "
-    "loss_geometry= takes a hidden_state_accountants.LossGeometry."
+    f"{LEAVE_OUT} Or declare a hidden_state_accountants.LossGeometry, if you proved its constants."
 )
 Evaluate = Callable[[tf.Tensor, tf.Tensor], tuple[tf.Tensor, tf.Tensor]]
 
@@ -369,11 +288,10 @@ class RowLosses:
         if tf.nest.is_nested(given) and len(tf.nest.flatten(given)) == 1:
             (given,) = tf.nest.flatten(given)  # ["mse"]
         if given is None or tf.nest.is_nested(given):
-            what = "none" if given is None else "several"
             raise UnsupportedRunError(
-                f"Expected one loss for the one output of the model, got {what}: "
-                "compile(loss=...) with a name, a function or an object of Keras. (Several losses "
-                "can be added up in one function of several outputs that are concatenated.)"
+                "Expected one loss for the one output of the model, got "
+                f"{'none' if given is None else 'several'}: compile(loss=...) with a name, a "
+                "function or an object of Keras. Several can be added up in one function."
             )
         loss = tf.keras.losses.get(given)
         self._sums = getattr(loss, "reduction", None) == "sum"
@@ -384,9 +302,10 @@ class RowLosses:
     def __call__(self, targets: Any, outputs: Any) -> tf.Tensor:
         """Returns losses of shape (examples,)."""
         if tf.nest.is_nested(outputs) or tf.nest.is_nested(targets) or targets is None:
+            kinds = [type(part).__name__ for part in (targets, outputs)]
             raise UnsupportedRunError(
                 "Expected one tensor of targets and one of outputs, got "
-                f"{_type(targets)} and {_type(outputs)}. Concatenate several outputs."
+                f"{' and '.join(kinds)}. Concatenate several outputs."
             )
         targets, outputs = tf.convert_to_tensor(targets), tf.convert_to_tensor(outputs)
         # As Keras' container of losses does it, so that targets are not broadcast.
@@ -431,10 +350,6 @@ class RowLosses:
         return found
 
 
-def _type(value: Any) -> str:
-    return "none" if value is None else type(value).__name__
-
-
 @attrs.frozen(eq=False)
 class HeadLoss:
     """Loss of one example of a linear layer, whose constants are known.
@@ -456,14 +371,8 @@ class HeadLoss:
 
 # By class: the function of Keras, and the activation of the head where from_logits is False.
 _LINEAR: dict[Any, tuple[Any, str]] = {
-    _losses.SparseCategoricalCrossentropy: (
-        _losses.sparse_categorical_crossentropy,
-        "softmax",
-    ),
-    _losses.CategoricalCrossentropy: (
-        _losses.categorical_crossentropy,
-        "softmax",
-    ),
+    _losses.SparseCategoricalCrossentropy: (_losses.sparse_categorical_crossentropy, "softmax"),
+    _losses.CategoricalCrossentropy: (_losses.categorical_crossentropy, "softmax"),
     _losses.BinaryCrossentropy: (_losses.binary_crossentropy, "sigmoid"),
     _losses.MeanSquaredError: (_losses.mean_squared_error, "linear"),
     _losses.Huber: (_losses.huber, "linear"),
@@ -490,39 +399,46 @@ def known_loss(losses: RowLosses, activation: str, outputs: int, y: Any) -> Head
         UnsupportedRunError: Constants are not known, or do not hold for a target.
     """
     loss, kind = losses.keras_loss, _kind(losses.keras_loss)
-    is_sparse, is_envelope = kind in _SPARSE, kind in ENVELOPES
-    if is_envelope:
-        _check_activation(activation, "linear", kind.__name__)
-        if outputs != 1 and issubclass(kind, _OfOneOutput):
-            raise UnsupportedRunError(
-                f"Expected one output for {kind.__name__}, got {outputs}. Use Dense(1)."
-            )
-        geometry = loss.geometry
+    if kind in ENVELOPES:
+        return _known_envelope(losses, kind, activation, outputs, y)
+    known, is_sparse = _linear_loss(loss, kind, activation, outputs), kind in _SPARSE
+    targets = _targets_of(y, 1 if is_sparse else outputs)
+    if is_sparse:
+        are_fine = (targets >= 0) & (targets < outputs) & (targets == np.round(targets))
+        _check_targets(targets, are_fine[:, 0], f"labels from 0 to {outputs - 1}")
+        targets = targets[:, 0].astype(np.int64)
     else:
-        known = _linear_loss(loss, kind, activation, outputs)
-        geometry = known.geometry
-    targets = labels(y, outputs) if is_sparse else numbers(y, outputs)
-    if is_envelope:  # its values tell which targets it is made for
-        values = losses(targets, tf.zeros([len(targets), outputs]))
-        _check_targets(targets, np.isfinite(values), f"what {kind.__name__} is made for")
-    elif not is_sparse:
-        is_fine = np.True_ if known.is_target is None else known.is_target(targets)
-        _check_targets(targets, is_fine, known.wanted)
+        are_fine = np.True_ if known.is_target is None else known.is_target(targets)
+        _check_targets(targets, are_fine, known.wanted)
+        targets = targets.astype(tf.keras.backend.floatx())
 
     def evaluate(targets: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        if is_envelope:  # which finds both together
-            values, (slopes,) = losses.with_slopes(targets, (predictions,), tf.identity)
-            return values, slopes
         values = losses(targets, tf.keras.activations.get(activation)(predictions))
         rows = tf.one_hot(targets, outputs) if is_sparse else targets
         return values, known.slopes(predictions, tf.cast(rows, predictions.dtype))
 
-    return HeadLoss(
-        name=getattr(loss, "__name__", kind.__name__),
-        evaluate=evaluate,
-        geometry=geometry,
-        targets=tf.constant(targets, tf.int64 if is_sparse else tf.keras.backend.floatx()),
-    )
+    name = getattr(loss, "__name__", kind.__name__)
+    return HeadLoss(name, evaluate, known.geometry, tf.constant(targets))
+
+
+def _known_envelope(
+    losses: RowLosses, kind: Any, activation: str, outputs: int, y: Any
+) -> HeadLoss:
+    _check_activation(activation, "linear", kind.__name__)
+    if outputs != 1 and issubclass(kind, _OfOneOutput):
+        raise UnsupportedRunError(
+            f"Expected one output for {kind.__name__}, got {outputs}. Use Dense(1)."
+        )
+    targets = _targets_of(y, 1 if kind in _SPARSE else outputs)
+    values = losses(targets, tf.zeros([len(targets), outputs]))  # which tell what it is made for
+    _check_targets(targets, np.isfinite(values), f"what {kind.__name__} is made for")
+
+    def evaluate(targets: tf.Tensor, predictions: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        values, (slopes,) = losses.with_slopes(targets, (predictions,), tf.identity)
+        return values, slopes
+
+    held = tf.constant(targets, tf.keras.backend.floatx())
+    return HeadLoss(kind.__name__, evaluate, losses.keras_loss.geometry, held)
 
 
 def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> LinearLoss:
@@ -542,14 +458,7 @@ def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> Linear
                 f"{options[option]!r}. {DECLARE}"
             )
     _check_activation(activation, "linear" if options.get("from_logits") else undone, name)
-    smoothing, delta = options.get("label_smoothing", 0.0), options.get("delta", 1.0)
-    if not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
-        raise UnsupportedRunError(
-            f"Expected a number label_smoothing between 0 and 1, got {smoothing!r}: smoothed "
-            "targets are no probabilities then."
-        )
-    if not isinstance(delta, int | float) or not 0 < delta < math.inf:
-        raise UnsupportedRunError(f"Expected a number delta > 0, got {delta!r}. {DECLARE}")
+    smoothing = options.get("label_smoothing", 0.0)
     if undone == "softmax":
         return linear.softmax(TENSORFLOW, outputs, smoothing=smoothing)
     if undone == "sigmoid":
@@ -558,7 +467,7 @@ def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> Linear
         return linear.log_cosh(TENSORFLOW, outputs)
     if kind is _losses.MeanSquaredError:
         return linear.residual(TENSORFLOW, outputs, scale=2.0)
-    return linear.residual(TENSORFLOW, outputs, width=float(delta))
+    return linear.residual(TENSORFLOW, outputs, width=float(options.get("delta", 1.0)))
 
 
 def _check_activation(activation: str, expected: str, name: str) -> None:
@@ -570,32 +479,19 @@ def _check_activation(activation: str, expected: str, name: str) -> None:
         )
 
 
-def labels(y: Any, classes: int) -> np.ndarray:
-    """Returns labels as integers, shape (examples,)."""
-    found = np.asarray(y, dtype=np.float64)
-    found = found.reshape(len(found), -1)
-    fits = (found >= 0) & (found < classes) & (found == np.round(found))
-    if found.shape[1] != 1 or not fits.all():
-        bad = found[~fits.all(axis=1)][:1].tolist() or f"rows of {found.shape[1]}"
-        raise UnsupportedRunError(f"Expected labels from 0 to {classes - 1} as targets, got {bad}.")
-    return found[:, 0].astype(np.int64)
-
-
-def numbers(y: Any, outputs: int) -> np.ndarray:
-    """Returns targets with one number for each output, float64; never broadcast."""
-    found = np.asarray(y, dtype=np.float64)
-    found = found.reshape(len(found), -1)
-    if found.shape[1] != outputs:
+def _targets_of(y: Any, number: int) -> np.ndarray:
+    """Returns so many targets of each example, float64; never broadcast."""
+    found = np.asarray(y, dtype=np.float64).reshape(len(y), -1)
+    if found.shape[1] != number:
         raise UnsupportedRunError(
-            f"Expected {outputs} targets for each example, one for every output, got "
-            f"{found.shape[1]}: targets must have the shape of the outputs that they are compared "
-            "with."
+            f"Expected {number} targets for each example, got {found.shape[1]}: they must have the "
+            "shape of the outputs that they are compared with."
         )
     return found
 
 
-def _check_targets(targets: np.ndarray, is_fine: Any, wanted: str) -> None:
-    fits = np.isfinite(targets.reshape(len(targets), -1)).all(axis=1) & is_fine
+def _check_targets(targets: np.ndarray, are_fine: Any, wanted: str) -> None:
+    fits = np.isfinite(targets).all(axis=1) & are_fine
     if not fits.all():
         bad = int(np.argmin(fits))
         raise UnsupportedRunError(

@@ -22,9 +22,9 @@ from hidden_state_adapters.tf_privacy.fit import Fit
 from hidden_state_adapters.tf_privacy.lineage import (
     Continued,
     RunState,
+    behind_model,
     hang_loaded,
     past_runs,
-    plain_runs_of,
 )
 from hidden_state_adapters.tf_privacy.other_callbacks import refuse_moved_rates
 from hidden_state_adapters.tf_privacy.report import PrivacyReport
@@ -78,23 +78,17 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
 
         Args:
             optimizer: Plain `SGD` (with weight_decay) where a `loss_geometry` hides the iterates;
-                any optimizer of Keras otherwise; a `DiceUpdate` for DiceSGD, a
-                `BlockCoordinateUpdate` for DP-MBCD. Or one of the optimizers with noise of this
-                package: its clip, noise and all that it was made with are the model's then, which
-                adds the noise, once, and compiles its plain update; the batches are the model's.
-            loss: A name, a function or an object of Keras with one loss for each example. Its
-                reduction over the batch does not matter: every example is clipped alone.
+                any optimizer of Keras otherwise; a `DiceUpdate` or `BlockCoordinateUpdate`; or an
+                optimizer with noise of this package, whose arguments are the model's then.
+            loss: Name, function or object of Keras with one loss for each example; its reduction
+                over the batch does not matter.
             metrics: Metrics, as in Keras. What they show of the training data has no guarantee.
             loss_weights: None.
             weighted_metrics: None.
-            run_eagerly: True if the rest is eager; the gradients of a batch are made in a graph all
-                the same.
+            run_eagerly: True if the rest is eager; the gradients of a batch are made in a graph.
             steps_per_execution: Number of steps between two looks of the callbacks; None for as
-                many as take a moment, where no callback waits for every batch. Every step is
-                recorded all the same.
-            jit_compile: True if XLA compiles clip, noise and update; "auto", as Keras 3 says by
-                default, is False. Poisson batches are filled up to a few sizes with it; what fills
-                them up has no influence.
+                many as take a moment, where no callback waits for every batch.
+            jit_compile: True if XLA compiles clip, noise and update; "auto" is False.
             **kwargs: Other arguments of Keras.
 
         Raises:
@@ -103,16 +97,13 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
             TypeError, ValueError: steps_per_execution is not a positive number, or neither
                 optimizer nor model says l2_norm_clip.
         """
-        if loss_weights is not None:
-            raise UnsupportedRunError(
-                f"Expected loss_weights = None, got {loss_weights!r}: there is one loss. Scale it, "
-                "or add several losses up in one function."
-            )
-        if weighted_metrics is not None:
-            raise UnsupportedRunError(
-                f"Expected weighted_metrics = None, got {weighted_metrics!r}: the weights of fit "
-                "are factors of the losses, and of nothing else here. Pass metrics=."
-            )
+        given = {"loss_weights": loss_weights, "weighted_metrics": weighted_metrics}
+        for name, weights in given.items():
+            if weights is not None:
+                raise UnsupportedRunError(
+                    f"Expected {name} = None, got {weights!r}: weights are factors of the loss of "
+                    "an example, of which there is one. Leave it out."
+                )
         if steps_per_execution is not None:
             steps_per_execution = validate.integer(
                 "steps_per_execution", steps_per_execution, minimum=1
@@ -155,7 +146,6 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         *,
         target_epsilon: float | None = None,
         target_delta: float | None = None,
-        **of_queues: Any,
     ) -> Any:
         """Trains on batches that the model deals itself, by its `batch_order`; else as Keras' fit.
 
@@ -164,38 +154,31 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         Args:
             x: Examples as an array, or a structure of arrays, of which a copy is kept; or a Dataset
                 of pairs, or triples with the sample weight, a keras.utils.Sequence, or a generator
-                of steps_per_epoch batches, each of which is read once into memory: an augmentation
-                acts once. One record is one example: no view, window or augmentation of it a second
-                time, no mixing of two, which is refused where it shows, else declared by you. Under
-                a hidden state examples, targets and weights must not depend on the model: no
-                pseudo-labels, no adversarial examples, no hard-example mining.
+                of steps_per_epoch batches, which are read once. One record is one example. Under
+                a hidden state they must not depend on the model.
             y: Targets, likewise; None if x has them.
-            batch_size: b; None for that of a Dataset of batches, else 32. Of Poisson batches of n
-                examples, ceil(n/b) are an epoch, and every example joins each with probability
-                1/ceil(n/b).
+            batch_size: Batch size b; None for that of a Dataset of batches, else 32. Of Poisson
+                batches of n examples, ceil(n/b) are an epoch, and every example joins each with
+                probability 1/ceil(n/b).
             epochs: Passes over the data, fixed in advance.
             verbose: Mode of the progress bar.
             callbacks: Callbacks. Those that choose by metrics or restore weights are refused.
             validation_split: 0.
             validation_data: Data that metrics are computed on after an epoch.
             shuffle: True; `batch_order` says in which order batches are dealt.
-            class_weight: Factors of the losses, by class: numbers that are public, and do not come
-                from how often a class occurs. As in Keras, batches are divided by their size.
-            sample_weight: Factors of the losses, shape (examples,). That each depends on its
-                example only is declared by you. Where the loss is known they are refused. None
-                if they come with x.
+            class_weight: Factors of the losses, by class: public numbers.
+            sample_weight: Factors of the losses, shape (examples,), each of its example only. Where
+                the loss is known they are refused. None if they come with x.
             initial_epoch: Number of the first epoch.
             steps_per_epoch: Number of steps, any of Poisson batches and of those without
                 replacement; of a generator its batches.
             validation_steps: Number of batches of a validation.
             validation_batch_size: Batch size of a validation.
             validation_freq: Epochs between two validations, or a list of epochs.
-            target_epsilon: Finds the smallest noise that meets it after the epochs of this call,
-                the first one of a run, with releases of ModelCheckpoint and runs before it; the
-                model was made without noise_multiplier, and `noise_multiplier` says what was found.
-                Learning rates are those of the optimizer: a number, or a schedule of Keras.
-            target_delta: In (0, 1); None for the model's.
-            **of_queues: None of Keras 2's workers, max_queue_size and use_multiprocessing.
+            target_epsilon: Epsilon that the smallest noise is found for, after the epochs of this
+                call, the first one of a run, with its releases and the runs before it; the model
+                was made without noise_multiplier.
+            target_delta: Delta of `target_epsilon`, in (0, 1); None for the model's.
 
         Returns:
             Keras' History. Its losses and metrics of the training data have no guarantee.
@@ -205,20 +188,32 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
                 there is no figure for it any more.
             TypeError, ValueError: An argument has an impossible value.
         """
-        if of_queues:
-            raise TypeError(
-                f"Expected no {', '.join(of_queues)} in fit, which reads the data once, before the "
-                "first step: there is no queue. Leave it out, or make a tf.data.Dataset that "
-                "prefetches."
-            )
         if self._rule is None:
             raise ValueError("Expected a compiled model, got one that is not. Call compile.")
         self._check_own_step()
-        _check_fit(validation_split, shuffle, self._settings)
+        if validation_split:
+            raise UnsupportedRunError(
+                f"Expected validation_split = 0, got {validation_split!r}. Split the data before, "
+                "and pass validation_data."
+            )
+        if shuffle is not True:
+            raise UnsupportedRunError(
+                f"Expected shuffle = True, got {shuffle!r}: the model deals its batches by "
+                'batch_order. For a fixed order say batch_order="cyclic".'
+            )
         weights = GivenWeights(class_weight, sample_weight)
-        run = self._run_on(Given(x, y, batch_size, steps_per_epoch, weights))
+        given = Given(x, y, batch_size, steps_per_epoch, weights)
+        run = self._run
+        if run is not None and run.record.has_begun:
+            run.go_on(given)
+        else:
+            run = PrivateRun.of_compiled(
+                self, self._rule, self._settings, given,
+                uses_xla=self._uses_xla, continued=self._continued,
+            )  # fmt: skip
         target = run.target(target_epsilon, target_delta)
-        others = _as_list(callbacks)
+        callbacks = getattr(callbacks, "callbacks", callbacks)  # of a CallbackList
+        others = list(tf.nest.flatten(callbacks)) if callbacks is not None else []
         has_validation = validation_data is not None
         call = Fit(run, self, others, self._given_pace, has_validation=has_validation)
         if call.chooses or target is not None:
@@ -250,21 +245,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         """Noise multiplier that was given, or that fit found; None before."""
         return (self._run or self._settings).noise_multiplier
 
-    def _run_on(self, given: Given) -> PrivateRun:
-        if self._run is not None and self._run.record.has_begun:
-            self._run.go_on(given)
-            return self._run
-        assert self._rule is not None
-        return PrivateRun.of_compiled(
-            self,
-            self._rule,
-            self._settings,
-            given,
-            uses_xla=self._uses_xla,
-            continued=self._continued,
-        )
-
-    def train_step(self, data: Any) -> Any:
+    def train_step(self, *args: Any, **kwargs: Any) -> Any:
         """Not supported, and neither is `train_on_batch`.
 
         Raises:
@@ -275,9 +256,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
             "For a loop of your own ask PrivateRun for the steps."
         )
 
-    def train_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises UnsupportedRunError, as `train_step`."""
-        return self.train_step(args)
+    train_on_batch = train_step
 
     def _check_own_step(self) -> None:
         for name in _OWN:
@@ -302,16 +281,15 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
             model.resume(json.loads(text))
             model.fit(x, y, batch_size=batch_size, epochs=the_rest)
 
-        Formal guarantees: those of one run with all its steps; its noise, and the batches that are
-        drawn, are new. Checked by fit: batches, geometry, update rule and relation are those of
-        before, the weights those that the last step left, and in this process nobody else goes on
-        with the run. Declared by you, and listed: that the examples are those of before, in their
-        order, and that no other process goes on with it.
+        Formal guarantees: those of one run with all its steps; noise and random batches are new.
+        Checked by fit: batches, geometry, update rule, relation and weights are those of before,
+        and in this process nobody else goes on with the run. Declared by you, and listed: that the
+        examples are those of before, in their order, and that no other process goes on with it.
 
         Args:
             state: Dictionary that `state()` returned.
-            discard_later_steps: Declares that nothing that was computed after the state, in this
-                process, was ever seen by anybody, nor made you go back.
+            discard_later_steps: Declares that nothing that was computed after the state was ever
+                seen by anybody, nor made you go back.
 
         Raises:
             TypeError, ValueError: The state is damaged. From fit, UnsupportedRunError: it is of
@@ -329,17 +307,12 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
     # Files
 
     def save(self, filepath: Any, *args: Any, **kwargs: Any) -> Any:
-        """Saves the model as Keras does.
-
-        Raises:
-            UnsupportedRunError: Keras 3 would compile what it loads from an .h5 with SGD.
-        """
+        """Saves the model as Keras does; UnsupportedRunError if Keras 3 would read it wrong."""
         is_h5 = str(filepath).endswith((".h5", ".hdf5"))
         if keras_api.IS_KERAS_3 and is_h5 and type(self._rule) not in (type(None), UpdateRule):
             raise UnsupportedRunError(
-                f"Expected a .keras file of a model that is compiled with "
-                f"{type(self._rule).__name__}, got {filepath}: Keras 3 loads .h5 with its "
-                "optimizer alone, which is another algorithm. Save as .keras."
+                f"Expected a .keras file with {type(self._rule).__name__}, got {filepath}: Keras 3 "
+                "loads .h5 with its optimizer alone, which is another algorithm. Save as .keras."
             )
         return super().save(filepath, *args, **kwargs)
 
@@ -363,7 +336,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         Raises:
             UnsupportedRunError: Blocks are not those of the model as it is.
         """
-        runs = plain_runs_of(self)
+        runs = [attrs.asdict(past) for past in behind_model(self)]
         rule = plain_rule(self._rule, self) if self._rule else {}
         return {
             **keras_api.config_of(self, super().get_config()),
@@ -415,9 +388,9 @@ class HiddenStateModel(PrivateTraining):
         Checkpoints count.
       - Random batches come from the operating system, the noise from a generator that it seeded
         (TensorFlow's generators are not cryptographic).
-      - With a `feature_norm` it is a head run: the features of all examples are made once, before
-        the first step, measured and held, and gradients come from them in closed form. Without one
-        every example is differentiated alone.
+      - With a `feature_norm` it is a head run: the features of all examples are made once, measured
+        and held, and gradients come from them in closed form. Without one every example is
+        differentiated alone.
       - Batches, learning rates, clip norm and noise are those that the run itself deals and makes.
         Checked in every step: variables and moments bit by bit, and finite gradients no longer than
         the geometry says. A step that fails ends the run.
@@ -426,48 +399,42 @@ class HiddenStateModel(PrivateTraining):
 
     Args:
         *args: Inputs and outputs, or none in a subclass that overrides `call`.
-        l2_norm_clip: C, the bound on the norm of the gradient of one example, for all variables
-            together; "auto" for just above the longest gradient of a known loss, so that no clip
-            acts; None if the optimizer that it is compiled with says it.
-        noise_multiplier: z, the standard deviation of the noise on the sum of gradients over C;
-            None if `fit` is to find it, for a target_epsilon, or the optimizer says it.
+        l2_norm_clip: Clip norm C of the gradient of one example, in all variables together; "auto"
+            for just above the longest gradient of a known loss; None if the optimizer says it.
+        noise_multiplier: Standard deviation z of the noise on the sum of gradients over C; None if
+            `fit` is to find it for a target_epsilon, or the optimizer says it.
         num_microbatches: None, or the batch size: one example each.
-        num_steps: Steps of the whole run, declared before the first one: fit takes no more, and
-            that their number was fixed in advance is checked. Without it that is checked for a run
-            of one call of fit, whose epochs say it.
-        batch_order: A `BatchOrder` or its value: "poisson", "cyclic", "reshuffled",
-            "shuffled_once", "balls_in_bins", "balls_in_bins_redrawn", "without_replacement" or
-            "full". None for "poisson".
+        num_steps: Steps of the whole run, declared before the first one; fit takes no more. None
+            for those of the one call of fit.
+        batch_order: `BatchOrder` or its value, such as "cyclic" or "reshuffled"; None for
+            "poisson".
         max_batch_size: Cap of Poisson batches and balls in bins: beyond it examples are left out,
             uniformly, which is accounted.
         sampling_rate: Constant probability with which an example joins a Poisson batch, for
-            ADD_OR_REMOVE_ONE, which hides the number of examples: an epoch then has 1/sampling_rate
-            steps, rounded up, each of which divides by the batch_size of fit. None computes rate
-            and divisor from the number of examples.
-        drop_remainder: Leaves out the last examples that do not fill a batch, where all batches
-            have one size.
-        prox: A Regulariser, whose proximal map with the step's learning rate follows every step of
-            plain SGD, or None. The event reads its l2, which contracts.
-        projection_radius: R, or None for no projection: all trainable variables together are
-            projected on the ball around 0.
-        loss_geometry: Geometry of the loss of one example, before clipping. None reads it
-            off the compiled loss and the model, whose last layer is a `Dense` one and all that is
-            trained, if there is a `feature_norm`, and is composition otherwise, for reasons that
-            the report names; ``"auto"`` refuses these. A LossGeometry is declared by you.
-        feature_norm: B, a bound on the L2 norm of every example's features at the linear layer;
-            needed for a known loss. All examples are measured before the first step.
+            ADD_OR_REMOVE_ONE; an epoch then has 1/sampling_rate steps, each of which divides by the
+            batch_size of fit. None computes it from the number of examples.
+        drop_remainder: True to leave out the last examples that do not fill a batch.
+        prox: Regulariser, whose proximal map with the step's learning rate follows every step of
+            plain SGD, or None.
+        projection_radius: Radius R of the ball around 0 that all trainable variables together are
+            projected on, or None.
+        loss_geometry: Geometry of the loss of one example, before clipping, declared by you. None
+            reads it off the compiled loss and a `Dense` head where there is a `feature_norm`, else
+            every step counts; ``"auto"`` refuses what cannot be read off.
+        feature_norm: Bound B on the L2 norm of every example's features at the linear layer. All
+            examples are measured before the first step.
         neighboring_relation: REPLACE_SPECIAL (an example is replaced by one with zero gradient),
             REPLACE_ONE, or for composition of Poisson batches with a `sampling_rate`
             ADD_OR_REMOVE_ONE.
-        target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs as
-            "epsilon_if_released_now".
+        target_delta: Delta of the epsilon that is shown after every epoch, in the logs as
+            "epsilon_if_released_now"; None for none.
         checkpoints_stay_private: Declares that nobody sees the files that ModelCheckpoint, save,
             save_weights and export write before the last step. Otherwise each is a release.
         metrics_stay_private: Declares that nobody sees what CSVLogger, TensorBoard and
             RemoteMonitor write. Otherwise they are refused.
-        validation_data_is_public: Declares that validation_data are not private. EarlyStopping on a
-            val_ metric is allowed then, and ModelCheckpoint(save_best_only=True): the iterates
-            after all epochs that fit was asked for count as released, and those epochs as trained.
+        validation_data_is_public: Declares that validation_data are not private, so that
+            EarlyStopping and save_best_only may look at a val_ metric: all epochs that fit was
+            asked for then count as trained and released.
         **kwargs: Arguments of tf.keras.Model.
 
     Raises:
@@ -519,9 +486,6 @@ class HiddenStateSequential(PrivateTraining, tf.keras.Sequential):
     Formal guarantees: those of `HiddenStateModel`.
     """
 
-    def __init__(self, layers: Any = None, **kwargs: Any):
-        super().__init__(layers, **kwargs)
-
     @classmethod
     def _of_config(cls, config: dict[str, Any], custom_objects: Any, settings: Any) -> Any:
         return make_private(tf.keras.Sequential.from_config(config, custom_objects), **settings)
@@ -564,27 +528,8 @@ def make_private(model: Any, **settings: Any) -> PrivateTraining:
     return private
 
 
-def _check_fit(validation_split: float, shuffle: Any, settings: Settings) -> None:
-    if validation_split:
-        raise UnsupportedRunError(
-            f"Expected validation_split = 0, got {validation_split!r}. Split the data before, and "
-            "pass validation_data."
-        )
-    if shuffle is not True:
-        raise UnsupportedRunError(
-            f"Expected shuffle = True, got {shuffle!r}: the model deals its batches by batch_order "
-            f'= "{settings.order.value}". For a fixed order say batch_order="cyclic".'
-        )
-
-
 def _is_due(epoch: int, frequency: Any) -> bool:
     """Returns whether Keras would validate after this epoch."""
     if isinstance(frequency, int):
         return (epoch + 1) % frequency == 0
     return epoch + 1 in frequency
-
-
-def _as_list(callbacks: Any) -> list[Any]:
-    if isinstance(callbacks, tf.keras.callbacks.CallbackList):
-        raise TypeError("Expected callbacks as a list, got a CallbackList. Pass its callbacks.")
-    return list(tf.nest.flatten(callbacks)) if callbacks is not None else []

@@ -22,24 +22,13 @@ from hidden_state_adapters.tf_privacy.algorithm import Algorithm, Blocks, Update
 from hidden_state_adapters.tf_privacy.blocks import BlockCoordinateUpdate, blocks_of, check_blocks
 from hidden_state_adapters.tf_privacy.dice import DiceUpdate
 from hidden_state_adapters.tf_privacy.gradients import check_loss, of_rows
-from hidden_state_adapters.tf_privacy.lineage import (
-    PastRun,
-    fingerprint,
-    past_runs,
-    plain_runs,
-    remember,
-)
+from hidden_state_adapters.tf_privacy.lineage import notes_of, read_notes
 from hidden_state_adapters.tf_privacy.settings import Settings, check_scale
-from hidden_state_adapters.tf_privacy.step import (
-    NOT_FINITE,
-    TOO_LONG,
-    StepEntry,
-)
-from hidden_state_adapters.tf_privacy.trained_part import check_variables, refuse_surroundings
+from hidden_state_adapters.tf_privacy.step import NOT_FINITE, TOO_LONG, StepEntry
+from hidden_state_adapters.tf_privacy.trained_part import refuse_surroundings
 
 legacy: Any = tf.keras.optimizers.legacy
 _Schedule = tf.keras.optimizers.schedules.LearningRateSchedule
-_RUNS, _WEIGHTS = "runs_behind_the_weights", "weights"  # in a configuration
 # Options of Keras that must have these values. Where every noisy update is accounted as released,
 # what follows it is free.
 _UNCLIPPED: Mapping[str, Any] = {
@@ -51,44 +40,47 @@ _TOLD = ("prox", "projection_radius", "loss_geometry")
 _logger = logging.getLogger("hidden_state_accountants")
 
 
-def _without(neutral: Mapping[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """Returns options without those that must have, and have, their neutral values."""
-    for option, expected in neutral.items():
-        value = options.pop(option, expected)
-        if value is not expected and value != expected:
-            why = "no theorem here covers it. Drop it."
-            if option == "gradient_accumulation_steps":
-                why = "every batch is a step, with its own noise. Use a larger batch_size."
-            raise UnsupportedRunError(f"Expected {option} = {expected}, got {value!r}: {why}")
-    return options
-
-
 class NotedSteps(Algorithm):
     """Steps in a foreign loop, of which four numbers are noted on the device."""
-
-    _numbers: Any = None
 
     def stands_at(self, entry: StepEntry) -> None:
         """Begins the notes."""
         with tf.init_scope():
-            # number of steps; rows and learning rate of the last one; longest gradient of all
-            self._numbers = tf.Variable(tf.zeros([4], tf.float64), trainable=False)
+            self._numbers = {
+                name: tf.Variable(0.0, trainable=False, dtype=tf.float64)
+                for name in ("steps", "rows", "learning_rate", "longest")
+            }
         self.look()
 
-    def note(self, rows: tf.Tensor, rate: tf.Tensor, longest: tf.Tensor, steps: int) -> None:
-        """Notes an update, and whether it ends a step, the number of steps that it adds."""
-        before, *_, largest = tf.unstack(self._numbers.read_value())
-        numbers = [before + steps, rows, rate, tf.maximum(largest, longest)]
-        self._numbers.assign(tf.stack([tf.cast(number, tf.float64) for number in numbers]))
+    def note(self, **numbers: Any) -> None:
+        """Notes numbers of the step on the device; of the longest gradient the maximum so far."""
+        for name, value in numbers.items():
+            number, value = self._numbers[name], tf.cast(value, tf.float64)
+            number.assign(tf.maximum(number, value) if name == "longest" else value)
+
+    def note_update(self, rate: tf.Tensor, steps: int) -> None:
+        """Notes an update, and the number of steps that it adds: 1 if it ends one, else 0."""
+        self.note(steps=self._numbers["steps"] + steps, learning_rate=rate)
+        self.update.count(steps)
 
     @property
     def last_step(self) -> StepEntry:  # type: ignore[override]
-        """The last step; with a problem if a gradient was too long or not finite."""
-        steps, rows, rate, longest = self._numbers.numpy().tolist()
+        """Last step; with a problem if a gradient was too long or not finite."""
+        steps, rows, rate, longest = (float(value.numpy()) for value in self._numbers.values())
         problem = "" if self.step.is_fine(longest) else TOO_LONG
         if math.isinf(longest):
             problem = NOT_FINITE
         return StepEntry(int(steps), int(rows), rate, longest, problem)
+
+    def block_of(self, variables: Sequence[Any]) -> int:
+        """Returns the number of the block of variables; UnsupportedRunError if there is none."""
+        blocks = [list(map(id, block)) for block in self.step.blocks]
+        if (own := list(map(id, variables))) not in blocks:
+            raise UnsupportedRunError(
+                "Expected the variables of the steps before, in the same order, got "
+                f"{len(own)}, not the same. Construct another optimizer for another set."
+            )
+        return blocks.index(own)
 
     def train_by(self, blocks: Blocks) -> None:
         """Notes the blocks of the first step; UnsupportedRunError if a later one has others."""
@@ -97,8 +89,7 @@ class NotedSteps(Algorithm):
             if given != own and self.has_stepped:
                 raise UnsupportedRunError(
                     "Expected the blocks of the first step, got other variables or another order: "
-                    "one run trains the same blocks throughout. Use another optimizer for other "
-                    "blocks."
+                    "one run trains the same blocks throughout. Use another optimizer."
                 )
         self.blocks = self.step.blocks = blocks
 
@@ -121,46 +112,48 @@ class PrivateOptimizer(legacy.Optimizer):
             otherwise.
         update_rule: Rule that the noisy mean goes through, in words.
         settings: Arguments of a model that is compiled with it.
+        loaded_runs: Notes of the runs behind the weights of a file, as `lineage.notes_of`.
     """
 
     is_private_sgd = True
     update_rule = "SGD"
     _keras: ClassVar[Any] = legacy.SGD  # class of Keras
-    _steps: Any = None  # `NotedSteps`, from the first step on
-    # Block, gradients, rows and longest gradient of an update to come.
-    _pending: tuple[int, list[Any], tf.Tensor, tf.Tensor] | None = None
+    _neutral: ClassVar[Mapping[str, Any]] = _PLAIN_SGD
+    _steps: NotedSteps | None = None  # from the first step on
+    _noisy: Sequence[Any] = ()  # gradients that are to be applied next
     _was_dp_gradients_called = False
 
-    def __init__(self, settings: Settings, own: Mapping[str, Any], **keras: Any):
-        refuse_surroundings()
-        rate = keras["learning_rate"]
-        if isinstance(rate, int | float):
-            validate.magnitude("learning_rate", rate)
+    def __init__(
+        self, told: Sequence[Any], own: Mapping[str, Any], keras: dict[str, Any], **settings: Any
+    ):
+        for option, expected in self._neutral.items():
+            if (value := keras.pop(option, expected)) is not expected and value != expected:
+                raise UnsupportedRunError(
+                    f"Expected {option} = {expected}, got {value!r}: no theorem here covers it. "
+                    "Drop it."
+                )
+        if isinstance(keras["learning_rate"], int | float):
+            validate.magnitude("learning_rate", keras["learning_rate"])
         super().__init__(**keras)
-        self.settings = settings
-        self._own = {**settings.to_plain(*_ARGUMENTS), **own}
-        self.loaded_runs: tuple[PastRun, ...] = ()  # behind the weights of the file
-        self.loaded_weights: tuple[str, ...] = ()  # their fingerprints
-
-    # What a subclass says
+        given = dict(zip(_ARGUMENTS, told, strict=True))
+        self.settings = Settings(batch_order=BatchOrder.CYCLIC, **given, **settings)
+        self._own = {**self.settings.to_plain(*_ARGUMENTS), **own}
+        self.loaded_runs: dict[str, Any] = {}
 
     def _rule(self, optimizer: Any) -> UpdateRule:
         """Returns the rule of the updates, around an optimizer of Keras."""
         raise NotImplementedError
 
-    def _of_records(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns the loss of each record, and the number of records; called under the tape."""
-        losses = check_loss(loss, self.settings.num_microbatches)
-        return _means(losses, tf.shape(losses)[0])
+    def _of_records(self, loss: Any) -> tf.Tensor:
+        """Returns the loss of each record; called under the tape."""
+        return _means(check_loss(loss, self.settings.num_microbatches))
 
-    # What it did
+    # The steps
 
     @property
     def last_step(self) -> StepEntry:
         """Last step, and number of steps so far; without noise."""
         return StepEntry() if self._steps is None else self._steps.last_step
-
-    # The steps
 
     def begin_run(
         self, variables: Sequence[Any], plan: BatchPlan | None = None, examples_of_record: int = 1
@@ -169,19 +162,17 @@ class PrivateOptimizer(legacy.Optimizer):
         if taken := self.last_step.steps:
             raise UnsupportedRunError(
                 f"Expected an optimizer without steps, got one with {taken} that were not "
-                "recorded. Pass the callback to every call of fit, or compile with a fresh "
-                "optimizer and account both runs."
+                "recorded. Pass the callback to every call of fit."
             )
         self._steps = NotedSteps(self._rule(None), self.settings, self, plan, variables)
         self._steps.examples_of_record = examples_of_record
         return self._steps
 
     @tf.autograph.experimental.do_not_convert  # type: ignore[misc]
-    def _steps_of(self, variables: Sequence[Any]) -> Any:
+    def _steps_of(self, variables: Sequence[Any]) -> NotedSteps:
         """Returns what makes the steps; in a loop that nobody records it begins here."""
         refuse_surroundings()
         if self._steps is None:
-            check_variables(variables)
             with tf.init_scope():  # the step may be traced
                 self.begin_run(variables).begin(self.settings.declared)
             _logger.warning(
@@ -189,6 +180,7 @@ class PrivateOptimizer(legacy.Optimizer):
                 "make_private(model), says what the run costs; of a loop of your own declare the "
                 "event.", type(self).__name__,
             )  # fmt: skip
+        assert self._steps is not None
         self._steps.lineage.hang_on(self._steps.step.variables)
         return self._steps
 
@@ -198,33 +190,27 @@ class PrivateOptimizer(legacy.Optimizer):
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[tuple[Any, Any]]:
         """Returns the noisy mean of clipped gradients, of a loss with one entry per example."""
-        if grad_loss is not None:
-            raise UnsupportedRunError(
-                "Expected grad_loss = None, got weights of the losses. Drop them."
-            )
         if not callable(loss) and tape is None:
             raise ValueError("Expected a `tape` with a loss that is a tensor, got none.")
-        self._pending, self._was_dp_gradients_called = None, True
+        self._was_dp_gradients_called = True
         with tape or tf.GradientTape() as tape:
             if callable(loss):
                 if not callable(var_list):
                     tape.watch(var_list)
                 loss = loss()
-            losses, rows = self._of_records(loss)
+            losses = self._of_records(loss)
             variables = tf.nest.flatten(var_list() if callable(var_list) else var_list)
         jacobians = tape.jacobian(losses, variables, unconnected_gradients="zero")
-        step = self._steps_of(variables).step
-        blocks = [[id(v) for v in block] for block in step.blocks]
-        if (own := [id(v) for v in variables]) not in blocks:
-            raise UnsupportedRunError(
-                "Expected the variables of the steps before, in the same order, got "
-                f"{len(variables)}, not the same. Construct another optimizer for another set."
-            )
-        rows = tf.cast(rows, tf.int64)
-        sums, longest = step.sums(of_rows(jacobians, losses, has_padding=False), rows)
-        along, is_finite = step.direction(sums, rows)
-        longest = tf.where(is_finite, longest, tf.constant(math.inf, tf.float64))
-        self._pending = blocks.index(own), along, rows, longest
+        steps = self._steps_of(variables)
+        steps.block_of(variables)  # raises
+        rows = tf.shape(losses, out_type=tf.int64)[0]
+        found = of_rows(jacobians, losses, has_padding=False)
+        sums, longest = steps.step.sums(found, rows)
+        along, is_finite = steps.step.direction(sums, rows)
+        steps.note(
+            rows=rows, longest=tf.where(is_finite, longest, tf.constant(math.inf, tf.float64))
+        )
+        self._noisy = along
         return list(zip(along, variables, strict=True))
 
     def apply_gradients(
@@ -241,70 +227,41 @@ class PrivateOptimizer(legacy.Optimizer):
                 "Neither _compute_gradients() or get_gradients() on the differentially private "
                 "optimizer was called. This means the training is not differentially private."
             )
-        given = [id(gradient) for gradient, _ in grads_and_vars]
-        pending, self._pending = self._pending, None
-        if pending is None or given != [id(gradient) for gradient in pending[1]]:
+        along, variables = zip(*grads_and_vars, strict=True)
+        expected, self._noisy = self._noisy, ()
+        if list(map(id, along)) != list(map(id, expected)):
             raise UnsupportedRunError(
-                "Expected the gradients that _compute_gradients returned last, each list once and "
-                "in the same tf.function, got others: they are not the noisy mean that is "
+                "Expected the gradients that _compute_gradients returned last, as they are and "
+                "once, in the same tf.function, got others: they are not the noisy mean that is "
                 "accounted."
             )
-        block, along, rows, longest = pending
-        steps, step, rate = self._steps, self._steps.step, self._steps.update.rate()
-        step.rule.move(step.blocks[block], along, rate)
-        ended = int(block + 1 == len(step.blocks))
-        steps.note(rows, rate, longest, ended)
-        steps.update.count(ended)
+        steps = self._steps_of(variables)
+        block, blocks = steps.block_of(variables), steps.step.blocks
+        rate = steps.update.rate()
+        steps.step.rule.move(variables, along, rate)
+        steps.note_update(rate, int(block + 1 == len(blocks)))
 
     def plain_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
         """Moves variables as Keras does along gradients that have their noise."""
         super().apply_gradients(zip(gradients, variables, strict=True))
 
-    def get_gradients(self, loss: Any, params: Any) -> Any:
-        """Not supported.
-
-        Raises:
-            UnsupportedRunError: Always: this is the way of TensorFlow 1 graphs and Estimators.
-        """
-        raise UnsupportedRunError(
-            "Expected minimize or _compute_gradients, got get_gradients: TensorFlow 1 graphs and "
-            "Estimators are not supported. Use Model.fit or an own loop."
-        )
-
     # Models, copies and files
 
     def for_model(self) -> tuple[UpdateRule, dict[str, Any]]:
         """Returns the rule of its updates, and arguments of a model that is compiled with it."""
-        kind = type(self)
-        if not kind.__module__.startswith("hidden_state_adapters."):
-            raise UnsupportedRunError(
-                f"Expected one of this package's optimizers in compile, got {kind.__name__}, a "
-                "subclass: the model makes the steps itself, and would not call it. Train it with "
-                "HiddenStateCallback."
-            )
-        if self.last_step.steps:
-            raise UnsupportedRunError(
-                f"Expected an optimizer without steps in compile, got a {kind.__name__} that took "
-                "some: the model makes its own, with another count. Pass a new one."
-            )
         told = {name: getattr(self.settings, name) for name in (*_ARGUMENTS, *_TOLD)}
         return self._rule(self._plain()), told
 
     def _plain(self) -> Any:
         """Returns the optimizer of Keras without noise."""
-        return tf.keras.optimizers.SGD(self._given_rate)
-
-    @property
-    def _given_rate(self) -> Any:
-        return self._hyper["learning_rate"]  # a number, a schedule, or a function
+        return tf.keras.optimizers.SGD(self._hyper["learning_rate"])
 
     def get_config(self) -> dict[str, Any]:
         """Returns all arguments, and what was trained, for whoever loads the file; see Keras."""
         trained = [] if self._steps is None else self._steps.step.variables
-        runs = plain_runs(trained, self.loaded_runs)
-        names = [*self.loaded_weights, *(fingerprint([variable]) for variable in trained)]
-        noted = {_RUNS: runs, _WEIGHTS: names} if runs else {}
-        return {**self._keras.get_config(self), **self._own, **noted}
+        return {
+            **self._keras.get_config(self), **self._own, **notes_of(trained, self.loaded_runs),
+        }  # fmt: skip
 
     @classmethod
     def from_config(
@@ -312,11 +269,9 @@ class PrivateOptimizer(legacy.Optimizer):
     ) -> PrivateOptimizer:
         """Inverse of `get_config`; see Keras."""
         arguments = dict(config)
-        runs = past_runs(arguments.pop(_RUNS, ()))
-        names = tuple(arguments.pop(_WEIGHTS, ()))
-        remember(names, runs)
+        notes = read_notes(arguments)
         optimizer: PrivateOptimizer = super().from_config(arguments, custom_objects)
-        optimizer.loaded_runs, optimizer.loaded_weights = runs, names
+        optimizer.loaded_runs = notes
         return optimizer
 
     def __deepcopy__(self, memo: Any) -> PrivateOptimizer:
@@ -328,14 +283,9 @@ class PrivateOptimizer(legacy.Optimizer):
         return type(self).from_config, (self.get_config(),)
 
 
-def _settings(clip: float, noise: float, microbatches: int | None, **others: Any) -> Settings:
-    given = dict(zip(_ARGUMENTS, (clip, noise, microbatches), strict=True))
-    return Settings(batch_order=BatchOrder.CYCLIC, **given, **others)  # type: ignore[arg-type]
-
-
-def _means(losses: tf.Tensor, records: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the mean loss of each record, and their number."""
-    return tf.reduce_mean(tf.reshape(losses, [records, -1]), axis=1), records
+def _means(losses: tf.Tensor, records: int | None = None) -> tf.Tensor:
+    """Returns the mean loss of each record; None for one in every row."""
+    return tf.reduce_mean(tf.reshape(losses, [records or tf.shape(losses)[0], -1]), axis=1)
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -353,10 +303,9 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
     :math:`\Pi_R` the projection of all trainable variables together on the ball of
     `projection_radius` around 0.
 
-    It is used like DPKerasSGDOptimizer: the loss must be a vector with one entry per example
-    (``reduction="none"``), in `Model.fit` (graph, eager or XLA) and in own loops that call
-    `minimize`, or `_compute_gradients` and `apply_gradients`. Unlike it, it is a class, works with
-    float64, and can be saved and loaded with the model.
+    The loss must be a vector with one entry per example (``reduction="none"``), in `Model.fit`
+    (graph, eager or XLA) and in own loops that call `minimize`, or `_compute_gradients` and
+    `apply_gradients`. It can be saved and loaded with the model.
 
     Formal guarantees:
       - Of a step: as above; independent noise for every variable and step, from TensorFlow's
@@ -376,15 +325,14 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
         num_microbatches: None for the batch size: one example each. Fewer are records of several
             examples, which are accounted under REPLACE_ONE and by composition.
         gradient_accumulation_steps: 1; use a larger batch_size.
-        learning_rate: A number or a LearningRateSchedule, fixed before the run.
-        weight_decay: Decay w >= 0, applied outside the clip. (A penalty in the loss is inside the
-            clip and does not contract.)
-        prox: A Regulariser h, whose proximal map with the step's learning rate follows every step,
-            or None. The event reads its l2, which contracts.
+        learning_rate: Number or LearningRateSchedule, fixed before the run.
+        weight_decay: Decay w >= 0, applied outside the clip.
+        prox: Regulariser h, whose proximal map with the step's learning rate follows every step, or
+            None. The event reads its l2, which contracts.
         projection_radius: Radius R, or None for no projection. As the event's domain_diameter it
             is 2R.
         loss_geometry: Declaration about the per-example loss; the callback compares its
-            `lipschitz`. Better leave it out, and let `make_private(model)` derive it (``"auto"``).
+            `lipschitz`. `make_private(model, feature_norm=)` derives it.
         name: Name of the optimizer.
         **kwargs: Arguments of tf.keras.optimizers.legacy.SGD at their neutral values.
 
@@ -413,38 +361,29 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
         name: str = "CyclicDPKerasSGDOptimizer",
         **kwargs: Any,
     ):
+        self.weight_decay = validate.real("weight_decay", weight_decay, minimum=0)
         kwargs["gradient_accumulation_steps"] = gradient_accumulation_steps
-        if isinstance(loss_geometry, str):
-            raise TypeError(
-                f"Expected loss_geometry to be a LossGeometry, got {loss_geometry!r}. An optimizer "
-                "does not see the model: say feature_norm= to "
-                "make_private(model, ...)."
-            )
-        decay = validate.real("weight_decay", weight_decay, minimum=0)
-        settings = _settings(
-            l2_norm_clip,
-            noise_multiplier,
-            num_microbatches,
+        super().__init__(
+            (l2_norm_clip, noise_multiplier, num_microbatches),
+            {"weight_decay": self.weight_decay},
+            {"learning_rate": learning_rate, "name": name, **kwargs},
             prox=prox,
             projection_radius=projection_radius,
             loss_geometry=loss_geometry,
         )
-        own = {"weight_decay": decay, **settings.to_plain(*_TOLD)}
-        keras = {"learning_rate": learning_rate, "name": name, **_without(_PLAIN_SGD, kwargs)}
-        super().__init__(settings, own, **keras)
-        self.weight_decay = decay
+        self._own |= self.settings.to_plain(*_TOLD)
 
     def _rule(self, optimizer: Any) -> UpdateRule:
         return UpdateRule(optimizer)
 
-    def _of_records(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    def _of_records(self, loss: Any) -> tf.Tensor:
         losses, number = check_loss(loss, None), self.settings.num_microbatches
         if losses.shape[0] is not None:
             self.settings.microbatch(losses.shape[0])  # raises
-        return _means(losses, number or tf.shape(losses)[0])
+        return _means(losses, number)
 
     def _plain(self) -> Any:
-        rate = self._given_rate
+        rate = self._hyper["learning_rate"]
         if callable(rate) and not isinstance(rate, _Schedule):
             raise UnsupportedRunError(
                 "Expected a number or a schedule of Keras as learning_rate of an optimizer that a "
@@ -456,6 +395,7 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
 class DiceOptimizer(PrivateOptimizer):
     """Base of `DiceKerasSGDOptimizer` and `DiceKerasAdamOptimizer`; see the former."""
 
+    _neutral = _UNCLIPPED
     _usual_rate = 0.01
 
     def __init__(
@@ -466,51 +406,32 @@ class DiceOptimizer(PrivateOptimizer):
         *,
         error_l2_norm_clip: float | None = None,
         automatic: bool = False,
-        expected_batch_size: int | None = None,
         **keras: Any,
     ):
-        keras = {"learning_rate": self._usual_rate, "name": type(self).__name__, **keras}
-        if expected_batch_size is not None:
-            expected_batch_size = validate.integer(
-                "expected_batch_size", expected_batch_size, minimum=1
-            )
-        settings = _settings(l2_norm_clip, noise_multiplier, num_microbatches)
-        own: dict[str, Any] = {
+        self._dice: dict[str, Any] = {
             "error_l2_norm_clip": error_l2_norm_clip,
             "automatic": automatic,
-            "expected_batch_size": expected_batch_size,
         }
-        DiceUpdate.of_optimizer(None, **own)  # raises
-        own["error_l2_norm_clip"] = error_l2_norm_clip or settings.l2_norm_clip
-        super().__init__(settings, own, **_without(_UNCLIPPED, keras))
-        self._dice = own
+        self._rule(None)  # raises
+        super().__init__(
+            (l2_norm_clip, noise_multiplier, num_microbatches),
+            self._dice,
+            {"learning_rate": self._usual_rate, "name": type(self).__name__, **keras},
+        )
 
     def _rule(self, optimizer: Any) -> DiceUpdate:
-        return DiceUpdate.of_optimizer(optimizer, **self._dice)
-
-    def _of_records(self, loss: Any) -> tuple[tf.Tensor, tf.Tensor]:
-        if self._dice["expected_batch_size"] is None:
-            return super()._of_records(loss)
-        losses = check_loss(loss, self.settings.num_microbatches, may_be_empty=True)
-        # The step of an empty batch takes place, with one row that no variable changes.
-        shape = tf.concat([[1], tf.shape(losses)[1:]], 0)
-        padded = tf.concat([losses, tf.zeros(shape, losses.dtype)], 0)
-        rows = tf.shape(losses)[0]
-        filled = tf.maximum(rows, 1)
-        return _means(padded[:filled], filled)[0], rows
+        return DiceUpdate(optimizer, **self._dice)
 
     def _plain(self) -> Any:
-        options = self._keras.get_config(self) | {"learning_rate": self._given_rate}
-        return self._keras(**options)
+        options = self._keras.get_config(self)
+        return self._keras(**options | {"learning_rate": self._hyper["learning_rate"]})
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
 class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
     """DPKerasSGDOptimizer that feeds back, clipped again, what the clip cut off; see `DiceUpdate`.
 
-    Keras' SGD takes a step along the noisy updates. All variables are clipped as one vector with
-    exactly min(1, C/|v|). It is used like `CyclicDPKerasSGDOptimizer`; of a loop of your own
-    declare the `DiceSgdDpEvent`.
+    Keras' SGD takes a step along the noisy updates. It is used like `CyclicDPKerasSGDOptimizer`.
 
     Formal guarantees:
       - Those of the `DiceSgdDpEvent` of the run under `DiceSgdAccountant`: all iterates, all noisy
@@ -518,19 +439,13 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
       - The error is in no file, config, pickle, copy or text. So a loaded or copied optimizer
         starts ANOTHER run without error; compose the events of both.
       - Trusted, and read by the callback after every step: as of `CyclicDPKerasSGDOptimizer`.
-        `last_step` shows values without noise.
 
     Args:
         l2_norm_clip: Clip norm C_1 > 0.
-        noise_multiplier: Standard deviation of the noise on the SUM of clipped gradients over C_1,
-            as everywhere in TF Privacy. At equal noise the epsilon is larger than that of DP-SGD.
+        noise_multiplier: Standard deviation of the noise on the SUM of clipped gradients over C_1.
         num_microbatches: None, or the number of rows: one example each.
         error_l2_norm_clip: Clip norm C_2, as for `DiceUpdate`.
         automatic: True if both clips normalise, as for `DiceUpdate`.
-        expected_batch_size: Public divisor B of the sums, for batches of varying size (Poisson,
-            accounted with probability B/N; take the step of an empty batch, too). For fixed shapes
-            fill such a batch up with rows whose loss is multiplied by 0. None: every batch has the
-            same number of rows, and that is B.
         **keras: Arguments of tf.keras.optimizers.legacy.SGD: learning_rate, momentum, nesterov,
             decay, name; the others at their neutral values.
 
@@ -552,11 +467,8 @@ class DiceKerasAdamOptimizer(DiceOptimizer, legacy.Adam):
 
     The noise is inside the moments, so they and all options of Adam are post-processing. Update
     :math:`v_t`, arguments, formal guarantees and errors: see `DiceKerasSGDOptimizer`; the others
-    are those of tf.keras.optimizers.legacy.Adam.
-
-    Two misprints of the algorithm are put right: the second moment decays with 1 - beta_2 (not
-    beta^2), and the bias corrections count steps from 1 (not 0: division by zero). Keras adds
-    epsilon before the bias correction.
+    are those of tf.keras.optimizers.legacy.Adam. Two misprints of the paper are put right: the
+    second moment decays with 1 - beta_2, and the bias corrections count steps from 1.
 
     Source: Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Algorithm 3.
     """
@@ -585,12 +497,11 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
         `HiddenStateCallback` records a fit; of a loop of your own declare the event.
       - Trusted, and read by the callback after every step: as of `CyclicDPKerasSGDOptimizer`.
         Within a run the blocks and their order are the same, or the step is refused.
-      - Declared by you: all else that is trained or changes is public (of one block: stands still),
-        no layer mixes the examples of a batch (BatchNormalization), the loss is of one batch in all
-        calls of a step. Not covered: rounding.
+      - Declared by you: all else that is trained or changes is public, no layer mixes the examples
+        of a batch, the loss is of one batch in all calls of a step.
 
     Args:
-        l2_norm_clip: Clip norm C, for each block.
+        l2_norm_clip: Clip norm C of each block.
         noise_multiplier: Standard deviation z of the noise on a sum of gradients over C.
         num_microbatches: None, or the batch size: one example each.
         learning_rate: Step size eta, a constant number.
@@ -626,17 +537,17 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
                 f"Expected a constant learning_rate, got {learning_rate!r}: the bound on DP-MBCD "
                 "is about one step size."
             )
-        rate = validate.magnitude("learning_rate", learning_rate)
         for weight, value in (("l1", l1), ("l2", l2)):
             check_scale(weight, validate.magnitude(weight, value))
         if not isinstance(nonnegative, bool):
             raise TypeError(f"Expected nonnegative to be True or False, got {nonnegative!r}.")
         prox = Regulariser(l1=l1, l2=l2, low=0.0 if nonnegative else -math.inf)
-        used = None if prox == Regulariser() else prox
-        settings = _settings(l2_norm_clip, noise_multiplier, num_microbatches, prox=used)
-        own = {"l1": prox.l1, "l2": prox.l2, "nonnegative": nonnegative}
-        keras = {"learning_rate": rate, "name": name, **_without(_PLAIN_SGD, kwargs)}
-        super().__init__(settings, own, **keras)
+        super().__init__(
+            (l2_norm_clip, noise_multiplier, num_microbatches),
+            {"l1": prox.l1, "l2": prox.l2, "nonnegative": nonnegative},
+            {"learning_rate": learning_rate, "name": name, **kwargs},
+            prox=None if prox == Regulariser() else prox,
+        )
 
     def _rule(self, optimizer: Any) -> BlockCoordinateUpdate:
         return BlockCoordinateUpdate(optimizer)

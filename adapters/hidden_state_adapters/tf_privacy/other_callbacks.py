@@ -12,7 +12,7 @@ from hidden_state_adapters.tf_privacy import keras_api
 
 _callbacks = tf.keras.callbacks
 _WRITE_METRICS = (_callbacks.CSVLogger, _callbacks.TensorBoard, _callbacks.RemoteMonitor)
-_CHOOSE_BY_METRICS = (_callbacks.EarlyStopping, _callbacks.ReduceLROnPlateau)
+_PUT_WEIGHTS_IN = (_callbacks.BackupAndRestore, *keras_api.OTHER_CALLBACKS)
 
 
 def releases_of(
@@ -27,7 +27,7 @@ def releases_of(
 
     Args:
         callbacks: All callbacks of a fit.
-        own: The one that records, if it is one of them.
+        own: Callback that records, if it is one of them.
         checkpoints_stay_private: True if nobody sees files from before the last step.
         metrics_stay_private: True if nobody sees what callbacks write of metrics.
         public_validation: True if metrics of validation data are those of public data, and every
@@ -35,61 +35,53 @@ def releases_of(
     """
     after_epochs = after_steps = False
     for position, callback in enumerate(callbacks):
-        name = type(callback).__name__
-        if public_validation and _chooses_by_validation(callback):
-            after_epochs = True
-        elif isinstance(callback, _CHOOSE_BY_METRICS):
-            instead = "Give the optimizer a schedule, tf.keras.optimizers.schedules."
-            if isinstance(callback, _callbacks.EarlyStopping):
-                instead = (
-                    "Where validation data are public, make the private model "
-                    "(HiddenStateSequential, make_private) with validation_data_is_public=True, "
-                    "and pass validation_data and a val_ metric; else leave it out."
-                )
+        name, is_public = type(callback).__name__, public_validation and _looks_at_val(callback)
+        if isinstance(callback, _callbacks.ReduceLROnPlateau):
             raise UnsupportedRunError(
-                f"Expected steps that are fixed in advance, got {name}: it chooses them, or the "
-                f"model, by a metric that depends on the data. {instead}"
+                f"Expected steps that are fixed in advance, got {name}: it chooses them by a "
+                "metric. Give the optimizer a schedule, tf.keras.optimizers.schedules."
             )
-        if isinstance(callback, (_callbacks.BackupAndRestore, *keras_api.OTHER_CALLBACKS)):
+        if not is_public and (
+            isinstance(callback, _callbacks.EarlyStopping)
+            or getattr(callback, "save_best_only", False)
+        ):
+            raise UnsupportedRunError(
+                f"Expected steps that are fixed in advance, and no save_best_only, got {name}: it "
+                "chooses the model by a metric. Leave it out; or make a private model with "
+                "validation_data_is_public=True, and monitor a val_ metric."
+            )
+        if isinstance(callback, _PUT_WEIGHTS_IN):
             raise UnsupportedRunError(
                 f"Expected no {name}: the files that it writes, or the weights that it puts in, "
-                "are not followed here. Drop it, or use ModelCheckpoint."
+                "are not followed here. Use ModelCheckpoint."
             )
         if isinstance(callback, _WRITE_METRICS) and not metrics_stay_private:
             raise UnsupportedRunError(
                 f"Expected no {name}: it writes losses and metrics of the training data, which "
                 "have no privacy guarantee. Drop it, or declare metrics_stay_private=True."
             )
-        if not isinstance(callback, _callbacks.ModelCheckpoint):
-            continue
-        if callback.save_best_only and not (public_validation and _chooses_by_validation(callback)):
-            raise UnsupportedRunError(
-                "Expected ModelCheckpoint(save_best_only=False), got True: it chooses the model by "
-                "a metric. Release the last model."
-            )
-        if checkpoints_stay_private:
+        after_epochs |= is_public
+        if not isinstance(callback, _callbacks.ModelCheckpoint) or checkpoints_stay_private:
             continue
         each_step, after_epochs = callback.save_freq != "epoch", True
         after_steps |= each_step
         is_before = own is not None and position < list(callbacks).index(own)
         if not callback.save_weights_only and (each_step or is_before):
             raise UnsupportedRunError(
-                "Expected ModelCheckpoint after HiddenStateCallback in callbacks and with "
-                'save_freq="epoch": a saved model holds the metrics of the epoch, computed from '
-                "the training data, unless HiddenStateCallback has reset them. Reorder, use "
-                "save_weights_only=True, or declare checkpoints_stay_private=True."
+                'Expected ModelCheckpoint after HiddenStateCallback and with save_freq="epoch": a '
+                "saved model holds metrics of the training data until they are reset. Use "
+                "save_weights_only=True."
             )
     return after_epochs, after_steps
 
 
-def _chooses_by_validation(callback: Any) -> bool:
+def _looks_at_val(callback: Any) -> bool:
     """Returns whether it stops, or keeps files, by metrics of validation data, as Keras' do."""
     kinds = (_callbacks.EarlyStopping, _callbacks.ModelCheckpoint)
     if not isinstance(callback, kinds) or not _is_of_keras(callback):
         return False
-    if isinstance(callback, _callbacks.ModelCheckpoint) and callback.save_freq != "epoch":
-        return False
-    return str(callback.monitor).startswith("val_")
+    is_of_epochs = getattr(callback, "save_freq", "epoch") == "epoch"
+    return is_of_epochs and str(callback.monitor).startswith("val_")
 
 
 def _is_of_keras(callback: Any) -> bool:
@@ -99,7 +91,7 @@ def _is_of_keras(callback: Any) -> bool:
 
 
 def foreign_among(callbacks: Iterable[Any]) -> set[str]:
-    """Names of those that Keras did not write."""
+    """Returns the names of those that Keras did not write."""
     return {type(callback).__name__ for callback in callbacks if not _is_of_keras(callback)}
 
 
@@ -108,6 +100,6 @@ def refuse_moved_rates(callbacks: Sequence[Any]) -> None:
     if any(isinstance(callback, _callbacks.LearningRateScheduler) for callback in callbacks):
         raise UnsupportedRunError(
             "Expected no LearningRateScheduler with target_epsilon, EarlyStopping or "
-            "save_best_only, got one: steps are accounted before they are made, with the rate "
-            "of the moment. Give the optimizer a schedule, tf.keras.optimizers.schedules."
+            "save_best_only, got one: steps are accounted before they are made. Give the optimizer "
+            "a schedule, tf.keras.optimizers.schedules."
         )

@@ -21,7 +21,6 @@ from hidden_state_adapters.tf_privacy.lineage import (
     RunState,
     fingerprint,
     runs_behind,
-    watch_files,
 )
 from hidden_state_adapters.tf_privacy.settings import Declared
 from hidden_state_adapters.tf_privacy.step import MOVED, StepEntry
@@ -110,7 +109,6 @@ class RecordedRun:
         self._releases_next = False  # a file was written of a step that is not recorded yet
         self._lineage = optimizer.lineage
         self._lineage.writes = weakref.WeakMethod(self._writes)
-        watch_files(model, self._lineage.writes)
         if continued is not None:
             self._resume(continued)
             return
@@ -292,7 +290,7 @@ class RecordedRun:
             raise UnsupportedRunError(f"The run cannot go on: {self._invalid}")
         check_layers(model)
         if model is not self.model:
-            watch_files(model, weakref.WeakMethod(self._writes))
+            self._lineage.hang_on(keras_api.trained(model), model)
         self.model = model
         self.check_iterate()
         optimizer.check_start(keras_api.trained(model), self.declared)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 import importlib.util
 import os
-from typing import Any
 
 _OLDEST = (2, 15)  # and the last one with Keras 2
 _FRESH = (
@@ -23,7 +21,10 @@ _LEGACY = (
 
 def check(name: str, *, needs_keras_2: bool) -> None:
     """Raises ImportError, which says what to install or set, unless `name` can be imported."""
-    tensorflow = _imported(name)
+    try:
+        tensorflow = importlib.import_module("tensorflow")
+    except Exception as error:  # an ImportError, AttributeError or TypeError of old binaries
+        raise ImportError(f"{name} needs tensorflow, got {error!r}. {_FRESH}") from error
     version = str(getattr(tensorflow, "__version__", "0"))
     release = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
     if release < _OLDEST:
@@ -57,30 +58,3 @@ def _other_backend(name: str, backend: str) -> ImportError:
         "and steps are TensorFlow's. Set the environment variable KERAS_BACKEND=tensorflow before "
         "the first import of Keras, or leave it out."
     )
-
-
-def _imported(name: str) -> Any:
-    try:
-        return importlib.import_module("tensorflow")
-    except ModuleNotFoundError as error:
-        if error.name == "tensorflow":
-            raise ImportError(f"{name} needs tensorflow, which is missing. {_FRESH}") from error
-        raise _broken(name, error) from error
-    except Exception as error:  # an ImportError, AttributeError or TypeError of old binaries
-        raise _broken(name, error) from error
-
-
-def _broken(name: str, error: Exception) -> ImportError:
-    packages = ("tensorflow", "tensorflow-privacy", "dp-accounting", "numpy")
-    installed = ", ".join(f"{package} {_version(package)}" for package in packages)
-    return ImportError(
-        f"{name} needs tensorflow, whose import failed with {error!r}. Installed: {installed}. "
-        f"{_FRESH}"
-    )
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "missing"
