@@ -227,9 +227,6 @@ def test_checkpoints_that_do_not_fit(make_run, tmp_path):
     fresh = make_run()
     with pytest.raises(hsa.UnsupportedRunError, match="module of the current run"):
         fresh.engine.load_checkpoint(path=path, module=run.model)
-    fresh.engine.accountant.load_state_dict(torch.load(path)["privacy_accountant_state_dict"])
-    with pytest.raises(hsa.UnsupportedRunError, match="took 0 steps, but 6 are recorded"):
-        fresh.epoch()
 
 
 @pytest.mark.cuda

@@ -205,16 +205,14 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     ) -> tuple[Any, PrivateOptimizer, DataLoader]:
         """`make_private` with the smallest noise that meets a target after `epochs` epochs.
 
-        The target is for everything on this engine: what earlier runs spent is composed. It is met
-        for the decay that the optimizer has now, for `schedule` or else the learning rate that it
-        has now, without releases in between. A step with another rate is refused where epsilon
-        depends on it; another decay or a release changes epsilon, and `get_epsilon` tells.
+        The target is for everything on this engine, with the decay that the optimizer has now and
+        `schedule`, or else the rate that it has now: a step with another rate is refused where
+        epsilon depends on it. Another decay or a release changes epsilon.
 
         Args:
             target_epsilon: Epsilon that is met from below.
             target_delta: Delta of the target, in (0, 1).
-            epochs: Passes over the private loader that will be trained. Must agree with num_steps
-                and schedule.
+            epochs: Passes over the private loader that will be trained.
             epsilon_tolerance: Argument of Opacus, without effect.
             **arguments: Arguments of `make_private`, without noise_multiplier.
 
@@ -222,9 +220,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             As `make_private`; `optimizer.noise_multiplier` is what was found.
 
         Raises:
-            ValueError: No noise meets the target; the text says why. Otherwise as `make_private`.
-            UnsupportedRunError: See `make_private`; or a scheduler moves the learning rate, which
-                epsilon depends on, and no schedule was passed.
+            ValueError: No noise meets the target. Otherwise as `make_private`.
+            UnsupportedRunError: A scheduler moves the learning rate, which epsilon depends on, and
+                no schedule was passed. Otherwise as `make_private`.
         """
         if "noise_multiplier" in arguments:
             raise TypeError("Expected no noise_multiplier: make_private_with_epsilon finds it.")
@@ -381,12 +379,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def privacy_event(self) -> dp_accounting.DpEvent:
         """The event that happened; those of several runs compose.
 
-        A LastIterateDpEvent, DiceSgdDpEvent or BlockCoordinateDpEvent.
-
         Raises:
             ValueError: No step was taken.
-            UnsupportedRunError: Something was looked at that no theorem covers, a step of the
-                current run was refused, or a run of DP-MBCD is within an epoch.
+            UnsupportedRunError: There is no epsilon; see `get_epsilon`.
         """
         events = self._events()
         return events[0] if len(events) == 1 else dp_accounting.ComposedDpEvent(events)
@@ -442,26 +437,23 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         """Compares all bounds, and dp-accounting's own accountants, on what happened.
 
         Args:
-            delta: Where epsilon is read, in [0, 1].
+            delta: Probability at which epsilon is read, in [0, 1].
 
         Returns:
             A table with the rows of each run; `print` it.
 
         Raises:
-            ValueError: No step was taken.
-            UnsupportedRunError: There is no epsilon; see `get_epsilon`.
+            ValueError, UnsupportedRunError: As `report`.
         """
         events, relation = self._events(), self.guarantee.neighboring_relation
         return hsa.compare(events, delta, relation)
 
     def would_gain(self, delta: float = 1e-5, *, epochs: int | None = None) -> hsa.Gain:
-        """Tells whether hiding the iterates of the current run gains anything, before it is
-        trained.
+        """Tells what hiding the iterates of the current run gains, before it is trained.
 
         Args:
-            delta: Where epsilon is read, in (0, 1).
-            epochs: Length of the run; None for the steps that `make_private` was told (`num_steps`,
-                `schedule`), or else those that were taken.
+            delta: Probability at which epsilon is read, in (0, 1).
+            epochs: Length of the run; None for `num_steps`, `schedule`, or else the steps so far.
 
         Returns:
             The epsilons of all iterates and of the last one, the noise at equal epsilon, and the
@@ -489,8 +481,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def release(self) -> None:
         """Marks the current iterate as released; call it for every model that anybody sees.
 
-        Every iterate of a DiceSGD run is covered anyway. A number that is computed from the iterate
-        and PUBLIC data (accuracy on a public test set) is covered by the release of the iterate.
+        A number that is computed from the iterate and PUBLIC data (accuracy on a public test set)
+        is covered by it, too.
 
         Raises:
             UnsupportedRunError: There is no run, or the model is not the iterate that was
@@ -504,8 +496,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     def evaluate_on_private_data(self, *, stays_private: bool = False) -> Iterator[None]:
         """Looks at the private records in the middle of training; eval() and no_grad() inside.
 
-        A number that is computed from an iterate AND the private records (training loss, accuracy
-        on the training data) is a further query of the records. No theorem here covers it.
+        What is computed from an iterate AND the private records (training loss, accuracy on the
+        training data) is a further query, which no theorem here covers.
 
         Args:
             stays_private: True declares that nobody but you sees the number and that it influences
@@ -586,8 +578,8 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             stays_private: False counts the checkpoint as a release of the current iterate. True
                 says that nobody else ever sees the file, which becomes a listed assumption.
             include_private_state: True stores the secret order of the records, without which
-                "shuffled_once" never and "reshuffled" not in the middle of an epoch can go on; and
-                the error of a DiceSGD run, which cannot go on without it. Needs stays_private=True.
+                "shuffled_once" never and "reshuffled" not within an epoch can go on, and the error
+                of DiceSGD. Needs stays_private=True.
             lr_scheduler: Learning-rate scheduler to store.
             checkpoint_dict: Entries of your own; not changed.
             **kwargs: noise_scheduler, grad_clip_scheduler, module_state_dict_kwargs,
@@ -595,14 +587,12 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 
         Raises:
             UnsupportedRunError: The model is not the iterate that was accounted.
-            ValueError: The secret order or the error would be released; or include_private_state
-                in the middle of a batch of a DiceSGD run.
+            ValueError: The secret order or the error would be released.
         """
         if include_private_state and not stays_private:
             raise ValueError(
-                "Expected stays_private = True with include_private_state = True, got False: the "
-                "guarantee rests on nobody knowing the order of the records, nor the error of "
-                "DiceSGD."
+                "Expected stays_private = True with include_private_state = True, got False: "
+                "nobody may know the order of the records, nor the error of DiceSGD."
             )
         own, run = dict(checkpoint_dict or {}), self._run
         if run is not None:
@@ -644,10 +634,9 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
     ) -> dict[str, Any]:
         """Goes on with the run of a checkpoint, at the batch where it was saved.
 
-        Call `make_private` with the same arguments first, on a fresh engine. Everything is compared
-        before anything is loaded. The noise is drawn anew: its generator is never stored. That the
-        run goes on in one place only is a listed assumption. Of several processes all have to load
-        the same checkpoint.
+        Call `make_private` with the same arguments first, on a fresh engine, in all processes.
+        Everything is compared before anything is loaded. The noise is drawn anew. That the run goes
+        on in one place only is a listed assumption.
 
         Args:
             path: File to read, with weights_only=True.
@@ -657,8 +646,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             grad_clip_scheduler: Opacus' scheduler to restore.
             lr_scheduler: Learning-rate scheduler to restore.
             discard_later_steps: True declares that nothing computed by steps after the checkpoint
-                was shown to anybody. Needed where this process took such steps; never enough where
-                it released one of them.
+                was shown to anybody, where this process took such steps and released none of them.
             module_load_dict_kwargs: Options of module.load_state_dict.
             torch_load_kwargs: Options of torch.load.
 

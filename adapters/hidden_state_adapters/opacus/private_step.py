@@ -192,7 +192,7 @@ class PrivateOptimizer(DPOptimizer):
         if self.group is None or isinstance(error, AgreedError) or not isinstance(error, Exception):
             return
         try:
-            self.group.refuse(str(error) or type(error).__name__, is_admitted=is_admitted)
+            self.group.agree(refusal=str(error) or type(error).__name__, is_admitted=is_admitted)
         except AgreedError as agreed:
             self._end(agreed)
             raise

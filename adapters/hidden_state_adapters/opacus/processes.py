@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -37,30 +38,16 @@ class Totals(NamedTuple):
         return "Totals"  # no text shows how large a batch was
 
 
-@attrs.frozen
-class _Vote:
-    """The part of one process in the vote of a step, which the run may not allow at all."""
-
-    settings: str = ""
-    totals: Totals = Totals(0, 0.0)
-    refusal: str = ""
-    is_admitted: bool = True
-    news: tuple[tuple[str, str], ...] = ()
-
-
 class ProcessGroup:
     """The processes of `torch.distributed` that train one run, seen from one of them.
 
-    Every logical step has one vote, on the host: each process says whether its checks let the step
-    pass, with which settings, and what it was told since the step before. One that refuses ends the
-    run in all of them, with the same text. Then sums are added up. Both have process groups of
+    Every logical step has one vote, on the host, and then one sum. Both have process groups of
     their own, between which the loop cannot get.
 
     Attributes:
         rank: Number of this process.
         size: Number of processes.
         share: Part of every batch that this process uses.
-        hear: Function that is called with the news of all processes, a kind and a text each.
         secret: Random bytes that process 0 drew from the operating system for the run at hand.
         run_id: Name of the run.
     """
@@ -71,11 +58,10 @@ class ProcessGroup:
         self._talk, self._sums = distributed.new_group(backend="gloo"), distributed.new_group()
 
     def start_run(self, hear: Callable[[str, str], None]) -> None:
-        """Takes the secret and the name of a run from process 0."""
+        """Takes secret and name of a run from process 0; `hear` is told what others were told."""
         drawn = secrets.token_bytes(_SECRET_BYTES), secrets.token_hex(16)
         self.secret, self.run_id = self._gathered(drawn)[0]
-        self.hear = hear
-        self._news: list[tuple[str, str]] = []
+        self._hear, self._news = hear, list[tuple[str, str]]()
 
     @property
     def draws_noise(self) -> bool:
@@ -131,53 +117,50 @@ class ProcessGroup:
         """Tells the others at the next step of an event here (a release, an assumption)."""
         self._news.append((kind, text))
 
-    def agree(self, settings: str, rows: int, largest_norm: float) -> Totals:
-        """Votes for a step, and returns the figures of the whole batch.
+    def agree(
+        self,
+        settings: str = "",
+        rows: int = 0,
+        largest_norm: float = 0.0,
+        *,
+        refusal: str = "",
+        is_admitted: bool = True,
+    ) -> Totals:
+        """Votes for a step or against it, and returns the figures of the whole batch.
 
         Args:
             settings: All that has to be the same in all processes, in words.
             rows: Number of records here.
             largest_norm: Largest norm of their gradients.
+            refusal: Reason against the step, or "".
+            is_admitted: False if the run allows no step at all, whatever the gradients are.
 
         Raises:
-            AgreedError: Another process refuses, or steps with other settings.
+            AgreedError: A process refuses a step that another one would take, steps with other
+                settings or is gone; with the same text in all of them.
         """
-        votes = self._vote(_Vote(settings, Totals(rows, largest_norm)))
-        for rank, vote in enumerate(votes):
-            if vote.settings != votes[0].settings:
-                raise AgreedError(
-                    f"The processes take different steps: process 0 has {votes[0].settings}, "
-                    f"process {rank} has {vote.settings}. Every process takes every step, with the "
-                    "same settings; schedulers step in all of them."
-                )
-        counts, norms = zip(*(vote.totals for vote in votes), strict=True)
-        return Totals(sum(counts), max(norms))
-
-    def refuse(self, text: str, *, is_admitted: bool) -> None:
-        """Votes against a step; `is_admitted` is False if the run allows no step at all.
-
-        Raises:
-            AgreedError: Not all processes found, before they looked at a gradient, that there is no
-                step; with a text that is the same in all of them.
-        """
-        self._vote(_Vote(refusal=text, is_admitted=is_admitted))
-
-    def _vote(self, own: _Vote) -> list[_Vote]:
-        """Returns the votes of all; raises AgreedError if one refuses, but for all alike."""
+        own = settings, rows, largest_norm, refusal, is_admitted, tuple(self._news)
         try:
-            votes = self._gathered(attrs.evolve(own, news=tuple(self._news)))
+            votes = self._gathered(own)
         except RuntimeError as error:
             raise AgreedError(
                 f"Another process of the run ended or did not answer in time: {error}"
             ) from error
-        for kind, text in dict.fromkeys(news for vote in votes for news in vote.news):
+        told, counts, norms, refusals, admitted, news = zip(*votes, strict=True)
+        for kind, text in dict.fromkeys(itertools.chain.from_iterable(news)):
             if (kind, text) not in self._news:
-                self.hear(kind, text)
+                self._hear(kind, text)
         self._news.clear()
-        for rank, vote in enumerate(votes):
-            if vote.refusal and any(other.is_admitted for other in votes):
-                raise AgreedError(f"Process {rank} of {self.size} refused: {vote.refusal}")
-        return votes
+        for rank in range(self.size):
+            if refusals[rank] and any(admitted):
+                raise AgreedError(f"Process {rank} of {self.size} refused: {refusals[rank]}")
+            if told[rank] != told[0] and not any(refusals):
+                raise AgreedError(
+                    f"The processes take different steps: process 0 has {told[0]}, process {rank} "
+                    f"has {told[rank]}. Every process takes every step, with the same settings; "
+                    "schedulers step in all of them."
+                )
+        return Totals(sum(counts), max(norms))
 
     def _gathered(self, value: Any) -> list[Any]:
         """Returns the values of all processes, in their order."""

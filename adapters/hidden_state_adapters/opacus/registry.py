@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -67,14 +66,12 @@ class AccountedRun:
         """Restores a `state_dict` into a run without steps; a ValueError changes nothing."""
         self.recorder.load_state_dict(state)
         self.assume(*declared_by(state))
-        self.id = state.get("run_id", self.id)
+        self.id = state["run_id"]
 
     @classmethod
     def ended(cls, state: Mapping[str, Any]) -> AccountedRun:
         """Returns the run that a `state_dict` is of; it takes no further steps."""
-        run = cls(run_of(state), assumptions=declared_by(state))
-        run.id = state.get("run_id", run.id)
-        return run
+        return cls(run_of(state), declared_by(state), id=state["run_id"])
 
 
 def declared_texts(assumptions: Iterable[Assumption]) -> list[str]:
@@ -124,18 +121,19 @@ class Lineage:
         Raises:
             UnsupportedRunError: Weights of the middle of a run were not released there.
         """
-        own = {run.id: run.recorder for run in self.runs}
-        found: dict[str, PastRun] = {}
         others = (each for each in _lineages(module, params) if each is not self)
-        for past in itertools.chain.from_iterable(others):
-            name = past["run_id"]
-            if name in own:
-                _check_released(past, own[name].num_steps, own[name].release_steps)
-            elif name != self.id:
-                pair = sorted([past, found.get(name, past)], key=lambda p: int(p["num_steps"]))
-                found[name] = pair[1]
-                _check_released(pair[0], pair[1]["num_steps"], pair[1].get("release_steps", ()))
-        return list(found.values())
+        pasts = [past for each in others for past in each if past["run_id"] != self.id]
+        newest = {past["run_id"]: past for past in sorted(pasts, key=_num_steps)}
+        own = {run.id: run.state_dict() for run in self.runs}
+        for past in pasts:
+            last = own.get(past["run_id"], newest[past["run_id"]])
+            if past["num_steps"] not in (last["num_steps"], *last.get("release_steps", ())):
+                raise UnsupportedRunError(
+                    f"Expected the newest weights of a private run, got those after step "
+                    f"{past['num_steps']} of {last['num_steps']}: epsilon covers one model of a "
+                    "run. Call engine.release() where you copy a model whose run goes on."
+                )
+        return [past for name, past in newest.items() if name not in own]
 
     def hang_on(self, module: nn.Module | None, params: Iterable[nn.Parameter]) -> None:
         """Hangs the runs on trained parameters and on the parts of `module` that own them."""
@@ -174,14 +172,8 @@ def _lineages(module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[
     return list({id(each): each for each in held if each is not None}.values())
 
 
-def _check_released(past: PastRun, steps: int, releases: Iterable[int]) -> None:
-    """Raises UnsupportedRunError for weights of a run that went on without a release there."""
-    if past["num_steps"] != steps and past["num_steps"] not in releases:
-        raise UnsupportedRunError(
-            f"Expected the newest weights of a private run, got those after step "
-            f"{past['num_steps']} of {steps}: two models of one run are used, and epsilon covers "
-            "one. Call engine.release() where you copy a model whose run goes on."
-        )
+def _num_steps(past: PastRun) -> int:
+    return int(past["num_steps"])
 
 
 def note_branch(run_id: str, run: Run) -> None:
