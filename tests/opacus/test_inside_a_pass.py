@@ -177,17 +177,6 @@ def no_gradients_of_records():
     private(network(), grad_sample_mode="no_op")
 
 
-def several_optimizers():
-    module = network()
-    HiddenStatePrivacyEngine().make_private(
-        module=module,
-        optimizer=[torch.optim.SGD(part.parameters(), lr=0.1) for part in (module[0], module[3])],
-        data_loader=DataLoader(TensorDataset(vectors(8), words()), batch_size=BATCH),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-    )
-
-
 def a_known_loss_of_a_network():
     private(network(), criterion=nn.CrossEntropyLoss(), feature_norm=1.0)
 
@@ -231,7 +220,6 @@ REFUSALS = [
     (a_sequence_in_functorch, "step 1: .*attention.qlinear.*batch_first"),
     (a_sequence_in_ghost_clipping, "step 1: .*attention.qlinear.*batch_first"),
     (no_gradients_of_records, 'Use "functorch"'),
-    (several_optimizers, "one optimizer, got 2.*a parameter group for each"),
     (a_known_loss_of_a_network, "^criterion= and feature_norm= need a model"),
     (a_known_loss_with_adam, "leave out criterion, feature_norm"),
 ]

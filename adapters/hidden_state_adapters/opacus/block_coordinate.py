@@ -206,11 +206,15 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         rate = self.step_size
         return super().recorded(batch, rows, largest_norm, **values, learning_rate=rate)
 
+    def scale_grad(self) -> None:
+        """Leaves the noisy sum as it is, which `move` divides."""
+
     def move(self, piece: Piece) -> None:
         """Makes the step of plain SGD, of the parameters of the block, and applies the prox."""
-        own = self._passes.own_of(piece.params)
-        move_by_sgd(self.original_optimizer, own, piece.params)
-        self._prox.apply(own, self.step_size)
+        own, rate = self._passes.own_of(piece.params), self.step_size
+        scaled = rate / self.declared.plan.batch_size
+        move_by_sgd(self.original_optimizer, own, piece.params, scaled)
+        self._prox.apply(own, rate)
         self._passes.show()
         for p in self.trained:  # the next block needs gradients at the new values
             p.grad = p.grad_sample = p.summed_grad = None  # type: ignore[attr-defined]

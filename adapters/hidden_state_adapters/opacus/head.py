@@ -119,7 +119,8 @@ class HeadRun(Passes):
         features = inputs.detach()
         with exact_products(output.device.type):
             outputs = F.linear(features.to(self.own[0].dtype), *self.own).requires_grad_()
-        is_moved, writes = is_other or self._is_moved(), counted_writes(features) + outputs._version
+        is_moved = is_other or self._is_moved()
+        writes = counted_writes(features) + outputs._version
         self._passes.append(_Pass(features, outputs, is_moved, call, writes))
         return outputs
 

@@ -99,13 +99,17 @@ class HiddenStateOptimizer(PrivateOptimizer):
         check_clip_margin(float(self.max_grad_norm), self.declared.lipschitz)
         super().clip_and_accumulate()
 
+    def scale_grad(self) -> None:
+        """Leaves the noisy sum as it is, which `move` divides."""
+
     def move(self, piece: Piece) -> None:
         """Makes the step of plain SGD that was recorded, then the prox and the projection."""
-        passes = self._passes
-        move_by_sgd(self.original_optimizer, passes.own, passes.params)
+        passes, rate = self._passes, self._update["learning_rate"]
+        scaled, decay = rate / self.declared.plan.batch_size, rate * self._update["weight_decay"]
+        move_by_sgd(self.original_optimizer, passes.own, passes.params, scaled, decay)
         passes.show()
         for part in self.declared.maps.values():
-            part.apply(passes.params, self._update["learning_rate"])
+            part.apply(passes.params, rate)
         if self.declared.maps:
             passes.keep()
 

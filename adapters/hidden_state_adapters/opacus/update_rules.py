@@ -147,19 +147,26 @@ def move_by_any_rule(base: Optimizer) -> None:
     base.step()
 
 
-def move_by_sgd(base: Any, iterate: Sequence[torch.Tensor], params: Sequence[nn.Parameter]) -> None:
+def move_by_sgd(
+    base: Any,
+    iterate: Sequence[torch.Tensor],
+    params: Sequence[nn.Parameter],
+    rate: float,
+    decay: float = 0.0,
+) -> None:
     """Makes a step of plain SGD; gradients are switched off where it is called.
 
     Args:
-        base: Wrapped torch.optim.SGD, whose groups have equal options.
+        base: Wrapped torch.optim.SGD.
         iterate: Tensors that are moved.
-        params: Parameters with the noisy gradients of each of them.
+        params: Parameters with the noisy gradient of each of them.
+        rate: Learning rate of these gradients.
+        decay: Product of learning rate and weight decay.
     """
-    options = base.param_groups[0]
-    decay, rate = float(options["weight_decay"]), float(options["lr"])
     for own, param in zip(iterate, params, strict=True):
-        assert param.grad is not None
-        own.add_(torch.add(param.grad, own, alpha=decay) if decay else param.grad, alpha=-rate)
+        if decay:
+            own.mul_(1 - decay)
+        own.add_(param.grad, alpha=-rate)  # type: ignore[arg-type]
     base._opt_called = True  # what torch's schedulers look for before they warn
 
 
