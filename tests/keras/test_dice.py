@@ -1,0 +1,330 @@
+"""DiceSGD and DiceAdam in Keras: steps of the paper, the event of what ran, an error that stays."""
+
+import copy
+import itertools
+import math
+import pickle
+import re
+import zipfile
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+from cases import first
+
+pytest.importorskip("tensorflow_privacy")
+import tensorflow as tf
+from dice import normalise, update
+
+import hidden_state_accountants as hsa
+from hidden_state_adapters.tf_privacy import (
+    CyclicDPKerasSGDOptimizer,
+    DiceKerasAdamOptimizer,
+    DiceKerasSGDOptimizer,
+)
+from hidden_state_adapters.tf_privacy.dice import clip_factor
+from hidden_state_adapters.tf_privacy.step import joint_norm
+
+pytestmark = pytest.mark.usefixtures("restored_precision")
+
+# Exact in float32, in which Keras keeps the learning rate.
+RATE, CLIP, ERROR_CLIP = 0.25, 0.5, 0.2
+
+
+def make(automatic, **options):
+    given = {"learning_rate": RATE, "error_l2_norm_clip": ERROR_CLIP, **options}
+    return DiceKerasSGDOptimizer(CLIP, 0.0, automatic=automatic, **given)
+
+
+# --- the steps of the paper -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_the_steps_are_those_of_the_paper(automatic):
+    optimizer = make(automatic)
+    x, place, error = tf.Variable(np.zeros(3)), np.zeros(3), np.zeros(3)
+    clipper = {"clipper": normalise} if automatic else {}
+    for seed in range(3):
+        gradients = np.random.default_rng(seed).normal(size=(4, 3))
+        optimizer.minimize(lambda g=gradients: tf.linalg.matvec(tf.constant(g), x), [x])
+        v, error = update(error, gradients, 4, CLIP, ERROR_CLIP, **clipper)
+        place = place - RATE * v
+        np.testing.assert_allclose(x, place, atol=1e-12)
+    assert optimizer.last_step.steps == 3
+
+
+def test_gradients_that_nobody_applies_leave_the_error_alone():
+    x, optimizer = tf.Variable(np.zeros(3)), make(False)
+    rows = lambda: tf.linalg.matvec(tf.constant(np.full((4, 3), 9.0)), x)  # noqa: E731
+    optimizer.minimize(rows, [x])
+    before = [error.numpy() for error in optimizer._steps.step.rule._errors]
+    optimizer._compute_gradients(rows, [x])
+    for error, old in zip(optimizer._steps.step.rule._errors, before, strict=True):
+        np.testing.assert_array_equal(error, old)
+    assert np.linalg.norm(before) > 1
+
+
+# --- the clip and what one record does ----------------------------------------------
+
+
+def test_the_clip_is_exact():
+    norms = tf.constant([0.0, 0.3, 0.5, 2.0], tf.float64)
+    factors = clip_factor(norms, 0.5, tf.float32, automatic=False)
+    np.testing.assert_array_equal(factors, [1.0, 1.0, 1.0, 0.25])
+    factors = clip_factor(norms, 0.5, tf.float32, automatic=True)
+    np.testing.assert_allclose(factors * norms, [0.0, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "exponents"),
+    [(tf.float32, np.linspace(-45, 35, 41)), (tf.float64, np.linspace(-320, 300, 63))],
+)
+def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(
+    dtype, exponents, automatic
+):
+    for exponent, clip in itertools.product(exponents, (1e-20, 1.0)):
+        vector = np.full(100, 10.0**exponent).astype(dtype.as_numpy_dtype)
+        norm = joint_norm([tf.constant(vector[:40]), tf.constant(vector[40:])])
+        factor = clip_factor(norm, clip, dtype, automatic=automatic)
+        result = (tf.cast(factor, dtype) * vector).numpy().astype(float)
+        assert np.abs(result).max() * 10 <= clip * (1 + 1e-6)
+        if vector[0] > 1e9 * np.finfo(vector.dtype).tiny:  # shorter ones may be flushed to zero
+            assert float(norm) == pytest.approx(10 * float(vector[0]), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("size", "automatic"), first(2, [(300.0, False), (0.7, True), (0.7, False), (300.0, True)])
+)
+def test_what_one_record_does_is_within_the_bound(size, automatic):
+    """Without noise on neighbouring data sets: the squared differences of all updates together.
+
+    The outlier is preceded by a batch that pulls the error the other way.
+    """
+    gradients = np.zeros((6, 3))
+    gradients[:2, 0] = -size
+    seen = []
+    for gradients[2, 0] in (size, 0.0):
+        x = tf.Variable(np.zeros(3))
+        optimizer = make(automatic, learning_rate=1.0)
+
+        @tf.function
+        def one(rows, x=x, optimizer=optimizer):
+            optimizer.minimize(lambda: tf.linalg.matvec(rows, x), [x])
+
+        places = [x.numpy()]
+        for rows in [*np.split(gradients, 3)] * 5:
+            one(tf.constant(rows))
+            places.append(x.numpy())
+        seen.append(np.diff(places, axis=0))
+    event = hsa.DiceSgdDpEvent(
+        noise_std=1.0, clip_norm=CLIP, batch_size=2, dataset_size=6, num_steps=15,
+        error_clip_norm=ERROR_CLIP, batch_order="cyclic",
+        automatic=automatic, gradient_bound=size,
+    )  # fmt: skip
+    allowed = hsa.DiceSgdAccountant().compose(event).guarantee.mu
+    shown = np.linalg.norm(seen[0] - seen[1])
+    assert 0.3 * allowed < shown <= allowed * (1 + 1e-9)
+
+
+# --- what the algorithm is for --------------------------------------------------------------------
+
+
+def end_in_appendix_b1(optimizer, steps=400):
+    """Huber losses bent at C' = 2, records -1, -1 and 2, full batches, from 0."""
+    records = tf.constant([-1.0, -1.0, 2.0], tf.float64)
+    x = tf.Variable(0.0, dtype=tf.float64)
+
+    def huber():
+        size = tf.abs(x - records)
+        return tf.where(size <= 2, size**2 / 2, 2 * (size - 1))
+
+    one = tf.function(lambda: optimizer.minimize(huber, [x]) and None)
+    for _ in range(steps):
+        one()
+    return float(x)
+
+
+def test_the_bias_of_clipping_vanishes():
+    """Appendix B.1 (arXiv 2311.14632): DP-SGD ends far from the optimum 0, DiceSGD does not.
+
+    Two records at -1 pull with x + 1 each until the clip at 1/2, one at 2 with 1/2: for DP-SGD
+    2 (x + 1) = 1/2.
+    """
+    clipped = CyclicDPKerasSGDOptimizer(0.5, 0.0, learning_rate=0.125)
+    assert end_in_appendix_b1(clipped) == pytest.approx(-0.75, abs=1e-3)
+    dice = DiceKerasSGDOptimizer(0.5, 0.0, learning_rate=0.125)
+    assert end_in_appendix_b1(dice) == pytest.approx(0.0, abs=1e-3)
+
+
+# --- the account ----------------------------------------------------------------------------------
+
+DELTA = 1e-5
+BOUND = 1.4143  # of the logistic loss on unit rows with a bias
+EXPECTED = hsa.DiceSgdDpEvent(
+    noise_std=40.0 * 0.25 / 4, clip_norm=0.25, error_clip_norm=0.125, batch_size=4,
+    dataset_size=24, num_steps=12, batch_order="cyclic", gradient_bound=BOUND,
+)  # fmt: skip
+
+
+def dice(kind=DiceKerasSGDOptimizer, **kwargs):
+    return kind(0.25, 40.0, **{"error_l2_norm_clip": 0.125, "learning_rate": 0.5, **kwargs})
+
+
+@pytest.fixture
+def make_dice(make_run, compile_options):
+    def make(optimizer=None, compile=None, **callback):
+        run = make_run(callback={"gradient_bound": BOUND, **callback})
+        run.optimizer = optimizer or dice()
+        loss = tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+        run.model.compile(run.optimizer, loss, **(compile_options if compile is None else compile))
+        return run
+
+    return make
+
+
+def exact(event):
+    return hsa.DiceSgdAccountant().compose(event).get_epsilon(DELTA)
+
+
+@pytest.mark.usefixtures("row_by_row")
+@pytest.mark.parametrize("mode", [{}, {"jit_compile": True}])
+def test_the_event_and_the_epsilon_of_every_epoch(make_dice, mode):
+    run = make_dice(compile=mode, target_delta=DELTA)
+    history = run.fit(epochs=2).history["epsilon_if_released_now"]
+    assert run.callback.privacy_event == EXPECTED
+    assert history == [exact(attrs.evolve(EXPECTED, num_steps=6)), exact(EXPECTED)]
+    assert history[0] < history[1] < math.inf
+    assert run.callback.get_epsilon(DELTA) == history[1]
+    assert run.callback.guarantee.neighboring_relation.name == "REPLACE_SPECIAL"
+
+
+@pytest.mark.usefixtures("row_by_row")
+def test_adam_and_automatic(make_dice):
+    run = make_dice(dice(DiceKerasAdamOptimizer), gradient_bound=math.inf)
+    run.fit(epochs=2)
+    assert run.callback.privacy_event == attrs.evolve(EXPECTED, gradient_bound=math.inf)
+    run = make_dice(dice(automatic=True))
+    run.fit(epochs=2)
+    assert run.callback.privacy_event == attrs.evolve(EXPECTED, automatic=True)
+
+
+@pytest.mark.usefixtures("row_by_row")
+def test_releases_and_checkpoints_cost_nothing_more(make_dice, tmp_path):
+    """All iterates are accounted; the optimizer's own state holds noisy updates only."""
+    run = make_dice()
+    save = tf.keras.callbacks.ModelCheckpoint(str(tmp_path / "a.keras"))
+    run.fit(callbacks=[save])
+    run.callback.release()
+    run.fit(callbacks=[save])
+    assert run.callback.privacy_event == EXPECTED
+
+
+@pytest.mark.usefixtures("row_by_row")
+def test_bounds_that_are_refused(make_dice):
+    with pytest.raises(hsa.UnsupportedRunError, match=r"longer than .*, or gradient_bound"):
+        make_dice(gradient_bound=0.1).fit()
+    with pytest.raises(hsa.UnsupportedRunError, match="gradient_bound for a Dice optimizer"):
+        make_dice(CyclicDPKerasSGDOptimizer(1.0, 1.0)).fit()
+
+
+# --- the error is in no file, text or copy --------------------------------------------------------
+
+MARK = 777.25  # the error of the one record below: a value that stands out
+# With its point: addresses and digests have digits of their own, at random.
+SHOWN = re.compile(r"77[78]\.25")
+NEEDLES = [kind(MARK).tobytes() for kind in (np.float32, np.float64)]
+
+
+def error_of(optimizer):
+    return np.concatenate([np.ravel(part) for part in optimizer._steps.step.rule._errors]).tolist()
+
+
+def marked(variant="sgd", dtype="float64", **options):
+    """A compiled model whose optimizer has the error MARK in one coordinate."""
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, use_bias=False, dtype=dtype)])
+    model.build((None, 1))
+    kind = DiceKerasSGDOptimizer if variant == "sgd" else DiceKerasAdamOptimizer
+    optimizer = kind(1.0, 1.0, learning_rate=0.0, **options)
+    model.compile(optimizer, "mse")
+    features = tf.constant([[MARK + 1]], dtype)
+    optimizer.minimize(lambda: tf.reduce_sum(model(features), 1), model.trainable_variables)
+    assert error_of(optimizer) == [MARK]
+    return model, optimizer
+
+
+def content(path):
+    path = Path(path)
+    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
+    return b"".join(f.read_bytes() for f in files)
+
+
+SAVERS = {
+    "keras": lambda model, path: model.save(f"{path}.keras"),
+    "h5": lambda model, path: model.save(f"{path}.h5"),
+    "savedmodel": lambda model, path: model.save(f"{path}/model", save_format="tf"),
+    "weights_h5": lambda model, path: model.save_weights(f"{path}.weights.h5"),
+    "weights_tf": lambda model, path: model.save_weights(f"{path}/weights"),
+    "checkpoint": lambda model, path: tf.train.Checkpoint(
+        model=model, optimizer=model.optimizer
+    ).save(f"{path}/checkpoint"),
+}
+
+
+@pytest.mark.parametrize(
+    ("saver", "variant"), zip(SAVERS, ["sgd", "adam"] * 3, strict=True), ids=str
+)
+def test_the_error_is_in_no_file(tmp_path, saver, variant):
+    """Read as bytes, uncompressed, and that the search would find a weight."""
+    model, _ = marked(variant)
+    if variant == "sgd":  # something that must be found
+        model.layers[0].kernel.assign([[-555.25]])
+    SAVERS[saver](model, tmp_path / "saved")
+    if saver == "keras":  # a zip file
+        with zipfile.ZipFile(tmp_path / "saved.keras") as file:
+            file.extractall(tmp_path / "extracted")
+    found = content(tmp_path)
+    assert not any(needle in found for needle in NEEDLES)
+    if variant == "sgd":
+        assert np.float64(-555.25).tobytes() in found
+
+
+def test_the_error_is_in_no_text_and_no_config():
+    _, optimizer = marked()
+    config = optimizer.get_config(), tf.keras.optimizers.serialize(optimizer)
+    for text in (repr(optimizer), str(optimizer), vars(optimizer), config):
+        assert not SHOWN.search(str(text))
+
+
+def test_copies_and_pickles_start_anew():
+    _, optimizer = marked("adam", amsgrad=True)
+    assert not any(needle in pickle.dumps(optimizer) for needle in NEEDLES)
+    for again in (
+        copy.copy(optimizer),
+        copy.deepcopy(optimizer),
+        pickle.loads(pickle.dumps(optimizer)),
+    ):
+        assert type(again) is DiceKerasAdamOptimizer
+        assert again.get_config() == optimizer.get_config()
+        assert again.last_step.steps == 0
+        assert again._steps is None
+    for copier in (pickle.dumps, copy.copy, copy.deepcopy):
+        with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied or pickled"):
+            copier(optimizer._steps.step.rule)
+
+
+@pytest.mark.parametrize("suffix", [".keras", ".h5", ""])
+def test_a_loaded_optimizer_starts_another_run(tmp_path, suffix):
+    """Keras restores its own state of a legacy optimizer from .h5 only."""
+    model, optimizer = marked("adam", "float32")
+    model.save(tmp_path / f"model{suffix}")
+    loaded = tf.keras.models.load_model(tmp_path / f"model{suffix}")
+    assert type(loaded.optimizer) is DiceKerasAdamOptimizer
+    assert loaded.optimizer.get_config() == optimizer.get_config()
+    features, again = tf.constant([[0.25]]), loaded.optimizer
+    again.minimize(lambda: tf.reduce_sum(loaded(features), 1), loaded.trainable_variables)
+    before = 1 if suffix == ".h5" else 0
+    assert int(again.iterations) == before + 1  # Keras' count, and the moments, go on
+    assert error_of(again) == [0.0]  # 0.25 is not clipped
+    assert again.last_step.steps == 1
