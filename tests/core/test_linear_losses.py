@@ -1,6 +1,6 @@
 """The table of losses of linear models: its constants hold for its slopes, and are attained.
 
-That the slopes are those of torch and Keras is tested in `test_auto_geometry.py` of both adapters.
+That the slopes are those of torch and Keras is tested in tests/opacus and tests/keras.
 """
 
 import functools
