@@ -27,7 +27,7 @@ CORE_TESTS := $(wildcard $(addprefix tests/, core laws theorems oracles opacus m
 # What answers in seconds. Left out: random searches (oracles, laws), TensorFlow's graphs (keras), processes and pages.
 FAST_TESTS := $(wildcard $(addprefix tests/, core theorems misuse/test_opacus.py opacus/test_engine.py sklearn mutation))
 # Those that need neither TensorFlow Privacy nor its optimizers.
-KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_mirrored.py test_model.py test_model_*.py test_steps_per_execution.py))
+KERAS3_TESTS := $(wildcard $(addprefix tests/keras/, test_keras3.py test_mirrored.py test_model.py test_model_*.py test_private_run.py))
 INSTALL_INPUTS := pyproject.toml constraints.txt constraints-numpy2.txt
 # A process that is done takes over tests of another one: TensorFlow's graphs are mostly made in one of them.
 PYTEST = PYTHONHASHSEED=0 OMP_NUM_THREADS=1 $(1)/bin/python -m pytest -n $(WORKERS) --dist worksteal

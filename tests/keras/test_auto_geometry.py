@@ -113,7 +113,6 @@ def begin(
     feature_norm=1.0,
     loss_geometry="auto",
     data=None,
-    eagerly=False,
 ):
     """What fit of a private model checks before its first step."""
     x, y = data or make_data(targets)
@@ -124,7 +123,7 @@ def begin(
         feature_norm=feature_norm,
         batch_order="cyclic",
     )
-    model.compile(optimizer(1.5, 2.0, learning_rate=0.5, **options), loss, run_eagerly=eagerly)
+    model.compile(optimizer(1.5, 2.0, learning_rate=0.5, **options), loss)
     model.fit(x, y, batch_size=BATCH, epochs=0, verbose=0)
     return model
 

@@ -220,11 +220,6 @@ def test_a_decay_that_leaves_variables_out_by_name():
         fit(make(optimizer=optimizer, **AUTO))
 
 
-def test_losses_that_are_scaled():
-    with refused("loss_scale_factor = None"):
-        fit(make(optimizer=optimizers.Adam(loss_scale_factor=2.0)))
-
-
 @pytest.mark.parametrize("name", ["OrbaxCheckpoint", "SwapEMAWeights"])
 def test_callbacks_that_keras_2_has_not(name):
     if not hasattr(callbacks, name):

@@ -253,3 +253,103 @@ def test_the_guarantee_holds_the_event_of_the_run():
     run = private_run("head")
     run.train(1, verbose=False)
     assert run.guarantee.event == run.privacy_event
+
+
+# Several steps before the host looks
+
+PERIOD = RECORDS // 2  # batches of two
+
+
+def several(*, optimizer=None, own_stack=None, **kwargs):
+    declared = {"loss_geometry": kwargs.pop("loss_geometry", None), "noise_multiplier": 0.0}
+    model = HiddenStateSequential(own_stack or stack(), **settings(**declared))
+    model.compile(optimizer or tf.keras.optimizers.SGD(0.5), crossentropy(), **kwargs)
+    return model
+
+
+def fit(model, x=X, **kwargs):
+    return model.fit(x, Y, batch_size=2, verbose=0, **kwargs)
+
+
+class Seen(tf.keras.callbacks.Callback):
+    """The calls after a batch, and how many steps were recorded then."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.calls.append((batch, self.model.privacy_event.num_steps))
+
+
+@pytest.mark.parametrize("given", [1, 5, None])
+def test_every_step_is_recorded(given):
+    """Where a callback waits for batches and nobody says how many, after every step."""
+    rate = tf.keras.optimizers.schedules.PiecewiseConstantDecay([6], [0.5, 0.25])
+    seen = Seen()
+    model = several(optimizer=tf.keras.optimizers.SGD(rate), steps_per_execution=given)
+    fit(model, epochs=2, callbacks=[seen])
+    event, size = model.privacy_event, given or 1
+    assert list(event.per_step("learning_rate")) == [0.5] * 7 + [0.25] * (2 * PERIOD - 7)
+    ends = [min(end, PERIOD) for end in range(size, PERIOD + size, size)]
+    assert seen.calls == [(end - 1, epoch * PERIOD + end) for epoch in range(2) for end in ends]
+
+
+def test_without_them_several_steps_are_made_at_once(monkeypatch):
+    """As many as take a moment, an endless one in all tests; the next fit knows how many."""
+    calls = []
+    record = tf.keras.callbacks.CallbackList.on_train_batch_end
+
+    def noted(callbacks, batch, logs=None):
+        calls.append(batch)
+        return record(callbacks, batch, logs)
+
+    monkeypatch.setattr(tf.keras.callbacks.CallbackList, "on_train_batch_end", noted)
+    together, alone = several(), several(steps_per_execution=1)
+    fit(together, epochs=2, validation_data=(X, Y))
+    fit(together)
+    assert calls == [0, 8, 11, 11, 11]
+    fit(alone, epochs=3)
+    for own, other in zip(together.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-6)
+
+
+def test_after_a_refused_step_none_is_taken():
+    """Batches 0, 1, 2 are fine, the others would be as well."""
+    x = X.copy()
+    x[6] *= 100
+    declared = hsa.LossGeometry.convex(1e6, lipschitz=20.0)
+    model = several(steps_per_execution=PERIOD, loss_geometry=declared)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 4 ends the run.*is longer"):
+        fit(model, x=x)
+    alone = several()
+    alone.fit(x[:8], Y[:8], batch_size=2, verbose=0)
+    for own, other in zip(model.get_weights(), alone.get_weights(), strict=True):
+        np.testing.assert_allclose(own, other, atol=1e-6)
+
+
+class Moves(tf.keras.layers.Layer):
+    """Changes the weights of another layer in a forward pass of training."""
+
+    def __init__(self, own):
+        super().__init__()
+        self._own = [own]
+
+    def call(self, features, training=None):
+        if training:
+            kernel = self._own[0].kernel
+            kernel.assign(kernel + 1e-7)
+        return features
+
+
+def test_weights_that_change_between_two_steps_of_one_execution_are_found():
+    (head,) = stack()
+    head.build((None, FEATURES))
+    with pytest.raises(hsa.UnsupportedRunError):
+        fit(several(own_stack=[Moves(head), head], steps_per_execution=PERIOD))
+
+
+@pytest.mark.parametrize("given", [0, "auto"])
+def test_a_number_is_asked_for(given):
+    with pytest.raises((TypeError, ValueError), match="steps_per_execution"):
+        several(steps_per_execution=given)
