@@ -22,7 +22,7 @@ from hidden_state_adapters.opacus import (
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
 )
-from hidden_state_adapters.opacus.options import RunArguments
+from hidden_state_adapters.opacus.declared import RunArguments
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 

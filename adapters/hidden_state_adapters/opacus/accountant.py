@@ -125,7 +125,7 @@ class HiddenStateAccountant(IAccountant):
         """
         made = self._made
         self._refuse_mixture(self._history)
-        if made is None or made.num_steps or made.optimizer is None:
+        if made is None or made.num_steps:
             raise UnsupportedRunError(
                 "Expected declare_run after make_private of a PrivacyEngine and before its first "
                 "step, got it elsewhere: the loader that make_private returned is read. Call it "
@@ -147,29 +147,30 @@ class HiddenStateAccountant(IAccountant):
         """Returns the hook that records a step of one optimizer; see `IAccountant`."""
         self._made = made = StockRun.by_caller(self, sample_rate)
         self._check = made.check_moved
-        return lambda optimizer: self._take_step(made, optimizer)
+        return lambda optimizer: self._take_step(made)
 
-    def _take_step(self, made: StockRun, optimizer: DPOptimizer) -> None:
+    def _take_step(self, made: StockRun) -> None:
         """Records the next step of an optimizer; what is refused after `_admit` ends the run."""
-        self._admit(made, optimizer)
+        self._admit(made)
         try:
-            made.observe(optimizer, len(self) + 1)
+            made.observe(len(self) + 1)
         except UnsupportedRunError as error:
             self.refuse(f"A step of the run was refused, which ended it: {error}")
             raise
         if made.accounted is None:
-            self._add_row(optimizer.noise_multiplier, made.sample_rate)
+            noise = made.optimizer.noise_multiplier
+            self.step(noise_multiplier=noise, sample_rate=made.sample_rate)
             self._lineage.undeclared += 1
         if made.num_steps > 1:
             return
-        self._lineage.hang_on(made.inner, optimizer.params)
+        self._lineage.hang_on(made.inner, made.optimizer.params)
+        own = whose_noise(made.optimizer), *made.coins
         if made.accounted is not None:
-            made.accounted.assume(whose_noise(optimizer), *made.coins)
+            made.accounted.assume(*own)
         else:
-            own = whose_noise(optimizer), ON_TRUST, *made.coins
             self._of_undeclared = merge_assumptions([self._of_undeclared, own])
 
-    def _admit(self, made: StockRun, optimizer: DPOptimizer) -> None:
+    def _admit(self, made: StockRun) -> None:
         """Raises UnsupportedRunError, whatever the records are, if there may be no step."""
         self.check_not_refused()
         refuse_in_budget("run of a PrivacyEngine")
@@ -181,8 +182,7 @@ class HiddenStateAccountant(IAccountant):
         self._refuse_mixture(made.accounted is None and self._runs)
         if made.num_steps:
             return
-        own = optimizer.params if made.inner is None else made.inner.parameters()
-        for past in self._lineage.missing(made.inner, own):
+        for past in self._lineage.missing(made.inner):
             raise UnsupportedRunError(
                 f"Expected a model that no other engine has trained, got one with "
                 f"{past['num_steps']} steps of another engine, whose epsilon this engine does not "
@@ -203,7 +203,7 @@ class HiddenStateAccountant(IAccountant):
     def earlier_runs(self, module: nn.Module) -> list[AccountedRun]:
         """Returns the runs behind the weights of a model that this accountant does not know yet."""
         found = []
-        for past in self._lineage.missing(module, module.parameters()):
+        for past in self._lineage.missing(module):
             if past["refused"]:
                 raise UnsupportedRunError(
                     "Expected initial weights whose private runs have an epsilon, got those of "
@@ -268,9 +268,6 @@ class HiddenStateAccountant(IAccountant):
         """Records one undeclared step; raises UnsupportedRunError if a run was declared."""
         self._refuse_mixture(self._runs)
         self._of_undeclared = merge_assumptions([self._of_undeclared, (ON_TRUST,)])
-        self._add_row(noise_multiplier, sample_rate)
-
-    def _add_row(self, noise_multiplier: float, sample_rate: float) -> None:
         row, steps = (float(noise_multiplier), float(sample_rate)), 0
         if self._history and self._history[-1][:2] == row:
             steps = self._history.pop()[2]

@@ -11,8 +11,8 @@ from torch.optim import SGD, Optimizer
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.runs.run import Step
+from hidden_state_adapters.opacus.declared import RunArguments
 from hidden_state_adapters.opacus.gradients import Piece
-from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.precision import is_half
 from hidden_state_adapters.opacus.private_step import PrivateOptimizer
 from hidden_state_adapters.opacus.update_rules import (

@@ -14,7 +14,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from hidden_state_accountants import UnsupportedRunError, validate
 from hidden_state_accountants.runs import algorithms
 from hidden_state_accountants.runs.algorithms import Algorithm
-from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.declared import DeclaredRun, RunArguments
 from hidden_state_adapters.opacus.gradients import (
     Figure,
     Piece,
@@ -23,7 +23,6 @@ from hidden_state_adapters.opacus.gradients import (
     joint_norms,
     smallest_norm,
 )
-from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
 from hidden_state_adapters.opacus.update_rules import (
     check_type,

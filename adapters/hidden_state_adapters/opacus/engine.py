@@ -30,10 +30,9 @@ from hidden_state_accountants.runs.statement import Statement
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.composed import ComposedOptimizer
-from hidden_state_adapters.opacus.declared import DeclaredRun, is_shared
+from hidden_state_adapters.opacus.declared import DeclaredRun, RunArguments, is_shared
 from hidden_state_adapters.opacus.loader import private_loader
 from hidden_state_adapters.opacus.noise import GIVEN_NOISE
-from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
 from hidden_state_adapters.opacus.processes import ProcessGroup
 from hidden_state_adapters.opacus.registry import AccountedRun, check_later_steps, note_branch

@@ -20,7 +20,7 @@ from hidden_state_accountants import Assumption, Schedule, UnsupportedRunError, 
 from hidden_state_accountants.ledger import refuse_in_budget
 from hidden_state_accountants.runs.algorithms import Algorithm, NoisySGD
 from hidden_state_accountants.runs.run import Step
-from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.declared import DeclaredRun, RunArguments
 from hidden_state_adapters.opacus.gradients import (
     OPACUS_CLIP_OFFSET,
     Figure,
@@ -28,7 +28,6 @@ from hidden_state_adapters.opacus.gradients import (
     opacus_clip_factors,
 )
 from hidden_state_adapters.opacus.noise import OwnGenerator
-from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.processes import AgreedError, Totals
 from hidden_state_adapters.opacus.run import TrainingRun
 from hidden_state_adapters.opacus.update_rules import refuse_loaded_moments

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
+import numbers
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import attrs
+import numpy as np
 from dp_accounting import NeighboringRelation
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hidden_state_accountants import Assumption, Guarantee, UnsupportedRunError
+from hidden_state_accountants import (
+    Assumption,
+    Guarantee,
+    Schedule,
+    UnsupportedRunError,
+    validate,
+)
 from hidden_state_accountants.bounds.assumptions import OF_EVERY_RUN
-from hidden_state_accountants.guarantee import Status, merge_assumptions
+from hidden_state_accountants.guarantee import (
+    Status,
+    Topic,
+    merge_assumptions,
+    replace_assumptions,
+)
 from hidden_state_accountants.runs.run import Run, run_of
-from hidden_state_adapters.opacus.schedule import DeclaredSchedule
+from hidden_state_adapters.fixed_in_advance import fixed_in_advance, steps_in_advance
 
 PastRun = dict[str, Any]
 """A run as plain types: `AccountedRun.state_dict`, and why no epsilon covers it or "" (refused)."""
@@ -24,6 +40,126 @@ PastRun = dict[str, Any]
 _BEHIND = "_hidden_state_runs"  # attribute of the modules whose parameters are trained
 _branches: dict[str, list[Run]] = {}  # of this process, by run: one that was resumed has several
 _trained: Any = WeakIdKeyDictionary()  # parameter -> Lineage
+_ROUNDING = 1e-6  # schedulers multiply step by step, some in float32
+
+
+@attrs.frozen(eq=False)
+class DeclaredSchedule:
+    """Learning rates and number of steps that `make_private` was told.
+
+    The theorems are about such that do not depend on the records. What is declared before the first
+    step and then compared at every step needs no trust.
+
+    Attributes:
+        num_steps: Number of steps N, or None if it was not declared.
+        learning_rates: Rates of the optimizer, shape (N,); shape (1,) for one constant; None if
+            they were not declared.
+        target_rate: Learning rate that the noise was found for, where none were declared; or None.
+    """
+
+    num_steps: int | None = None
+    learning_rates: np.ndarray | None = None
+    target_rate: float | None = None
+
+    @classmethod
+    def of(cls, schedule: Any, num_steps: int | None) -> DeclaredSchedule:
+        """Reads the arguments of `make_private`.
+
+        Raises:
+            TypeError, ValueError: They have an impossible value, or differ in length.
+        """
+        if num_steps is not None:
+            num_steps = validate.integer("num_steps", num_steps, minimum=1)
+        if schedule is None:
+            return cls(num_steps)
+        if isinstance(schedule, numbers.Real):
+            one = Schedule.from_sequence([float(schedule)], "schedule")
+            return cls(num_steps, one.to_array())
+        if not isinstance(schedule, Schedule | Iterable):
+            raise TypeError(
+                "Expected schedule to be a number, one number per step or a "
+                f"hidden_state_accountants.Schedule, got {type(schedule).__name__}. Of a function "
+                "f pass [f(k) for k in range(num_steps)]."
+            )
+        if not isinstance(schedule, Schedule):
+            schedule = Schedule.from_sequence(schedule, "schedule")
+        length, rates = schedule.num_steps, schedule.to_array()
+        if num_steps not in (None, length):
+            raise ValueError(
+                f"Expected a schedule of num_steps = {num_steps} steps, got {length}. Give one "
+                "learning rate per logical step (not per epoch)."
+            )
+        return cls(length, rates[:1] if len(schedule.values) == 1 else rates)
+
+    def learning_rate(self, num_steps: int, scale: float) -> float | Schedule | None:
+        """Returns the rates of the first `num_steps` steps, times `scale`; None if undeclared."""
+        rates = self.learning_rates
+        if rates is None:
+            return None
+        if len(rates) == 1:
+            return float(rates[0]) * scale
+        return Schedule.from_sequence(rates[:num_steps] * scale, "learning_rate")
+
+    def at_rate_of(self, optimizer: Optimizer) -> DeclaredSchedule:
+        """Returns the schedule for which noise is found: without declared rates that of the moment.
+
+        Raises:
+            UnsupportedRunError: A scheduler of torch's is on the optimizer, and no learning rates
+                were declared.
+        """
+        if self.learning_rates is not None:
+            return self
+        first = optimizer.param_groups[0]
+        if "initial_lr" in first:
+            raise UnsupportedRunError(
+                "Expected schedule=, got an optimizer with a scheduler: its learning rate is "
+                f"{float(first['lr']):g} at this moment (started from {first['initial_lr']:g}), "
+                "and noise found for it would miss the target. Pass one rate for every logical "
+                "step."
+            )
+        return attrs.evolve(self, target_rate=float(first["lr"]))
+
+    def admit(self, step: int) -> None:
+        """Raises UnsupportedRunError if all declared steps were taken; the model stays covered."""
+        total = self.num_steps
+        if total is not None and step > total:
+            raise UnsupportedRunError(
+                f"Expected num_steps = {total} steps, as declared to make_private, got step "
+                f"{step}: the model of step {total} stays accounted. For more steps call "
+                "make_private again (the runs compose)."
+            )
+
+    def check_rate(self, step: int, optimizer: Optimizer) -> None:
+        """Raises UnsupportedRunError if a step uses another rate than the declared one."""
+        rates, expected = self.learning_rates, self.target_rate
+        if rates is not None:
+            expected = float(rates[0 if len(rates) == 1 else step - 1])
+        rate = float(optimizer.param_groups[0]["lr"])
+        if expected is not None and not math.isclose(rate, expected, rel_tol=_ROUNDING):
+            raise UnsupportedRunError(
+                f"step {step} uses learning rate {rate:.8g}, expected {expected:.8g}, as declared "
+                "by schedule= (or as make_private_with_epsilon found the noise for). Pass "
+                "schedule=, one rate for every logical step."
+            )
+
+    def assumptions(self, run: Run, proven: Iterable[Assumption]) -> tuple[Assumption, ...]:
+        """Returns the assumptions of a bound on a run, with what was compared marked as checked."""
+        proven, is_known = tuple(proven), self.learning_rates is not None
+        is_declared = is_known or self.num_steps is not None
+        if not is_declared or all(a.topic is not Topic.FIXED_IN_ADVANCE for a in proven):
+            return proven
+        rates = "learning rate of every step as declared in advance" if is_known else ""
+        steps = steps_in_advance(run.num_steps, self.num_steps)
+        return replace_assumptions(proven, *fixed_in_advance(run, steps, rates))
+
+    def fields(self) -> dict[str, Any]:
+        """Returns plain types that are equal for equal declarations, and short."""
+        rates, found = self.learning_rates, None
+        if rates is not None:
+            found = (
+                f"{len(rates)} rates, {hashlib.sha256(rates.astype('<f8').tobytes()).hexdigest()}"
+            )
+        return {"schedule": found, "num_steps": self.num_steps}
 
 
 @attrs.define(eq=False)
@@ -115,13 +251,13 @@ class Lineage:
     def __reduce__(self) -> tuple[Any, ...]:
         return list, (list(self),)
 
-    def missing(self, module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[PastRun]:
+    def missing(self, module: nn.Module) -> list[PastRun]:
         """Returns the runs behind weights, trained or frozen, that are not among these.
 
         Raises:
             UnsupportedRunError: Weights of the middle of a run were not released there.
         """
-        others = (each for each in _lineages(module, params) if each is not self)
+        others = (each for each in _lineages(module) if each is not self)
         pasts = [past for each in others for past in each if past["run_id"] != self.id]
         newest = {past["run_id"]: past for past in sorted(pasts, key=_num_steps)}
         own = {run.id: run.state_dict() for run in self.runs}
@@ -135,12 +271,12 @@ class Lineage:
                 )
         return [past for name, past in newest.items() if name not in own]
 
-    def hang_on(self, module: nn.Module | None, params: Iterable[nn.Parameter]) -> None:
+    def hang_on(self, module: nn.Module, params: Iterable[nn.Parameter]) -> None:
         """Hangs the runs on trained parameters and on the parts of `module` that own them."""
         own = {id(param): param for param in params}
         for param in own.values():
             _trained[param] = self
-        for part in [] if module is None else module.modules():
+        for part in module.modules():
             if any(id(param) in own for param in part.parameters(recurse=False)):
                 vars(part)[_BEHIND] = self
 
@@ -148,7 +284,7 @@ class Lineage:
         """Hangs the runs on the model of a TrainingRun; runs of other engines end there."""
         module: nn.Module = run.declared.inner
         params = {id(param) for param in module.parameters()}
-        for lineage in _lineages(module, module.parameters()):
+        for lineage in _lineages(module):
             other = lineage._current() if isinstance(lineage, Lineage) else None
             if other is None or lineage is self:
                 continue
@@ -165,10 +301,10 @@ def _nothing() -> None:
     """A reference to no run."""
 
 
-def _lineages(module: nn.Module | None, params: Iterable[nn.Parameter]) -> list[Any]:
+def _lineages(module: nn.Module) -> list[Any]:
     """Returns the lineages of parameters and modules, each once; of copies lists."""
-    parts = [] if module is None else module.modules()
-    held = [*map(_trained.get, params), *(vars(part).get(_BEHIND) for part in parts)]
+    held = [*map(_trained.get, module.parameters())]
+    held += [vars(part).get(_BEHIND) for part in module.modules()]
     return list({id(each): each for each in held if each is not None}.values())
 
 

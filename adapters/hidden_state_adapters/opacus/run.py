@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from hidden_state_accountants import Assumption, UnsupportedRunError, __version__
+from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.runs.run import Run, run_of
 from hidden_state_adapters.batch_plans import hash_of
 from hidden_state_adapters.opacus.apart import random_numbers_as_before
@@ -29,8 +28,6 @@ _logger = logging.getLogger("hidden_state_accountants")
 SECTION = "hidden_state_run"
 """Where a checkpoint holds the state of a run."""
 _SCHEMA = 1
-_PACKAGES = ("dp-accounting", "opacus", "torch")
-_OF_OPACUS = ("batch_first", "clipping", "grad_sample_mode", "loss_reduction", "wrap_model")
 _SHOWN = 16  # records that are compared
 
 
@@ -226,20 +223,13 @@ def fields_in_common(
 ) -> dict[str, Any]:
     """Returns the fields of a run that starts, which are equal in all processes."""
     arguments, plan = declared.arguments, declared.plan
-    batches, groups = arguments.batch_order, declared.optimizer.param_groups
-    options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+    batches = arguments.batch_order
     return {
         **plan.fields,
         "seed of the order": Digest.of(batches.seed, batches.seed_is_secret),
         **declared.fields(noise_multiplier),
-        "versions": [__version__, *map(metadata.version, _PACKAGES)],
-        "model": str(arguments.module),
         "runs behind the weights": [(run.id, run.recorder.num_steps) for run in earlier],
         "weights of the initial model": _weights(declared.inner),
-        "options of the optimizer": repr(options),
-        "criterion, as given": repr(arguments.criterion),
-        "arguments for Opacus": repr([getattr(arguments, name) for name in _OF_OPACUS]),
-        "noise_generator (given or not)": arguments.noise_generator is not None,
         "loss_geometry": repr(declared.loss),
         "records of the loader": Digest(hash_of(plan.records)),
         "data set": _shown(arguments.data_loader.dataset, plan.records),

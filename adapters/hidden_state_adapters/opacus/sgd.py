@@ -11,9 +11,8 @@ from hidden_state_accountants import Schedule, UnsupportedRunError
 from hidden_state_accountants.runs.algorithms import Algorithm
 from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus.criteria import check_convexity
-from hidden_state_adapters.opacus.declared import DeclaredRun
+from hidden_state_adapters.opacus.declared import DeclaredRun, RunArguments
 from hidden_state_adapters.opacus.gradients import Piece, check_clip_margin
-from hidden_state_adapters.opacus.options import RunArguments
 from hidden_state_adapters.opacus.private_step import PrivateOptimizer
 from hidden_state_adapters.opacus.update_rules import (
     UnsupportedUpdateError,

@@ -92,8 +92,6 @@ ON_TRUST = on_trust(BatchOrder.POISSON)
 class StockRun:
     """The outcome of one `make_private` of a stock engine, which observes the steps.
 
-    Of a step hook that was attached by hand nothing is known but the sampling rate.
-
     Attributes:
         sample_rate: Sampling rate as Opacus tells it: 1 / len(data_loader).
         inner: Model itself, behind Opacus' wrapper or its hooks.
@@ -102,14 +100,18 @@ class StockRun:
     """
 
     sample_rate: float
-    data_loader: Any = None
-    inner: Any = None
-    optimizer: Any = None
+    data_loader: Any
+    inner: nn.Module
+    optimizer: DPOptimizer
     accounted: AccountedRun | None = None
     num_steps: int = 0
     _loss: LossGeometry | None = None
     _fields: Mapping[str, Any] = {}
-    _writes: int = 0
+    _writes: int = attrs.field(init=False)
+
+    @_writes.default
+    def _count_writes(self) -> int:
+        return sum(param._version for param in self.optimizer.params)
 
     @classmethod
     def by_caller(cls, accountant: Any, sample_rate: float) -> StockRun:
@@ -121,12 +123,14 @@ class StockRun:
             if getattr(names.get("self"), "accountant", None) is accountant:
                 calls[frame.f_code.co_name] = names
             frame = frame.f_back
-        made = calls.get("make_private")
-        if made is None:
-            return cls(sample_rate)
-        module, optimizer = made["module"], made["optimizer"]
-        inner, writes = getattr(module, "_module", module), _count_writes(optimizer)
-        run = cls(sample_rate, made["data_loader"], inner, optimizer, writes=writes)
+        if "make_private" not in calls:
+            raise UnsupportedRunError(
+                "Expected opacus.PrivacyEngine.make_private, got a call of get_optimizer_hook_fn "
+                "elsewhere: nothing says which batches the loop uses. Use that engine."
+            )
+        made = calls["make_private"]
+        inner = getattr(made["module"], "_module", made["module"])
+        run = cls(sample_rate, made["data_loader"], inner, made["optimizer"])
         run._start(is_calibrated="make_private_with_epsilon" in calls)
         return run
 
@@ -207,8 +211,6 @@ class StockRun:
 
     def check_undeclared(self) -> None:
         """Raises UnsupportedRunError if a loader that is known does not deal Poisson batches."""
-        if self.data_loader is None:
-            return
         self._check_processes()
         if poisson_rate(self.data_loader) > drawn_rate(self.sample_rate) * (1 + 1e-9):
             raise UnsupportedRunError(
@@ -220,24 +222,25 @@ class StockRun:
 
     def check_moved(self) -> None:
         """Raises UnsupportedRunError if no step was observed, but the parameters were written."""
-        if not self.num_steps and _count_writes(self.optimizer) != self._writes:
+        if not self.num_steps and self._count_writes() != self._writes:
             raise UnsupportedRunError(
                 "Expected a step of the optimizer that make_private returned, got none, but "
                 "parameters that were written since: by another optimizer, by hand, or with "
                 "another step hook (there is a single slot). Train with that optimizer."
             )
 
-    def observe(self, optimizer: DPOptimizer, step: int) -> None:
+    def observe(self, step: int) -> None:
         """Records a step; raises UnsupportedRunError if it is none of the run."""
-        _check_kind(optimizer, step)
-        _check_finite(optimizer, step)
-        rows = _count_rows(optimizer, step)
+        _check_kind(self.optimizer, step)
+        _check_finite(self.optimizer, step)
+        rows = _count_rows(self.optimizer, step)
         if self.accounted is not None:
-            self.accounted.recorder.add_counted(self._step(optimizer, step, rows), 1)
+            self.accounted.recorder.add_counted(self._step(step, rows), 1)
         self.num_steps += 1
 
-    def _step(self, optimizer: DPOptimizer, step: int, rows: int | None) -> Step:
+    def _step(self, step: int, rows: int | None) -> Step:
         """Returns the record of a step of a declared run."""
+        optimizer = self.optimizer
         size = int(self._fields["batch_size"])
         if rows is None and BatchOrder(self._fields["batch_order"]) is not BatchOrder.POISSON:
             rows = size  # all of the batch, as is the user's word
@@ -273,11 +276,6 @@ class StockRun:
                 "of their own: the batches across them cannot be read. Use Poisson batches (DPDDP "
                 "and poisson_sampling=True)."
             )
-
-
-def _count_writes(optimizer: Any) -> int:
-    """Returns how often the parameters of an optimizer were written to."""
-    return sum(param._version for param in getattr(optimizer, "params", ()))
 
 
 def _compared(name: str, given: Any, found: Any, words: str) -> Any:
@@ -320,15 +318,14 @@ def _check_layers(module: nn.Module) -> None:
 
 def _check_kind(optimizer: DPOptimizer, step: int) -> None:
     """Raises UnsupportedRunError unless clip norm and noise are what the accountant reads."""
-    is_adaptive = hasattr(optimizer, "_adjusted_noise_multiplier")
-    if type(optimizer) in _KINDS and not is_adaptive:
-        return
-    name = "PrivacyEngineAdaptiveClipping" if is_adaptive else type(optimizer).__name__
-    raise UnsupportedRunError(
-        f"step {step}: expected a DPOptimizer with a fixed clip norm, for one device or DPDDP, got "
-        f"{name}: some of its noise (of the counts of adaptive clipping) is not paid for, or comes "
-        'from torch\'s default generator. Use clipping="flat" or "per_layer".'
-    )
+    is_adaptive = hasattr(optimizer, "_adjusted_noise_multiplier")  # PrivacyEngineAdaptiveClipping
+    if is_adaptive or type(optimizer) not in _KINDS:
+        raise UnsupportedRunError(
+            f"step {step}: expected a DPOptimizer with a fixed clip norm, for one device or DPDDP, "
+            f"got {type(optimizer).__name__}: some of its noise (of the counts of adaptive "
+            "clipping) is not paid for, or comes from torch's default generator. Use "
+            'clipping="flat" or "per_layer".'
+        )
 
 
 def _check_finite(optimizer: DPOptimizer, step: int) -> None:
