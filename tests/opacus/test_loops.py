@@ -467,3 +467,52 @@ def test_one_cycle_without_momentum(make_run):
         run.step(batch)
         scheduler.step()
     assert len(set(run.engine.privacy_event.per_step("learning_rate"))) == 6
+
+
+# --- trainers of Lightning, accelerate and transformers, imitated ---------------------------------
+# The libraries are not among what the package installs; two examples run with them.
+
+
+@pytest.mark.parametrize("order", ["cyclic", "poisson"])
+def test_a_closure_as_lightning_passes_it(make_run, order):
+    """Forward pass, then zero_grad(), then backward(), all inside of step()."""
+    run = make_run(batch_order=order, criterion=nn.functional.cross_entropy)
+    run.model.train()
+    for _ in range(2):
+        for features, labels in ahead(run.loader):
+            called = []
+
+            def closure(features=features, labels=labels, called=called):
+                loss = nn.functional.cross_entropy(run.model(features), labels) / 1
+                run.optimizer.zero_grad()
+                loss.backward()
+                called.append(loss.detach())
+                return loss
+
+            run.optimizer.step(closure=closure)
+            assert len(called) == 1
+    assert run.engine.privacy_event == event(order, 12)
+
+
+@pytest.mark.parametrize("mode", ["hooks", "functorch"])
+def test_gradients_cleared_on_the_model(make_run, mode):
+    """transformers' Trainer calls model.zero_grad(), which knows no sums of clipped gradients."""
+    arguments = {"noise_multiplier": 0.0, "grad_sample_mode": mode}
+    run, plain = make_run(**arguments), make_run(**arguments)
+    for features, labels in run.loader:
+        run.model.zero_grad()
+        run.criterion(run.model(features), labels).backward()
+        run.optimizer.step()
+    plain.epoch()
+    for a, b in zip(run.plain_model.parameters(), plain.plain_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert run.engine.privacy_event == plain.engine.privacy_event
+
+
+def test_a_loader_that_says_it_is_prepared(make_run):
+    """accelerate returns it unchanged; in place of it, it would build one around the sampler."""
+    run = make_run()
+    assert run.loader._is_accelerate_prepared
+    rebuilt = DataLoader(run.loader.dataset, batch_sampler=run.loader.batch_sampler)
+    with pytest.raises(hsa.UnsupportedRunError, match="another loader was built around"):
+        run.epoch(ahead(rebuilt))

@@ -48,12 +48,9 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "decay": lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=20.0),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-    "nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "groups": groups_that_differ,
     "adam": lambda p: torch.optim.Adam(p, lr=0.01),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
 }
 
 # optimizer, arguments of make_private, batch size, scheduler
@@ -64,25 +61,16 @@ ROWS = [
     ("sgd", {"clipping": "per_layer", "max_grad_norm": [0.5, 0.3, 1.0, 0.1]}, 16, None),
     ("sgd", {"loss_reduction": "sum"}, 10, None),
     ("sgd", {"noise_multiplier": 0.5}, 7, None),
-    ("adam", {}, 59, None),
     ("sgd", {}, 1, None),
     ("sgd", {}, 10, lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.1, total_steps=STEPS + 1)),
     ("decay", {}, 10, None),
     *((name, {}, 10, None) for name in list(OPTIMIZERS)[2:]),
-    ("adam", {"grad_sample_mode": "ghost"}, 10, None),
-    ("sgd", {"grad_sample_mode": "ew"}, 60, None),
-    ("adam", {"clipping": "per_layer", "max_grad_norm": [0.5, 0.3, 1.0, 0.1]}, 10, None),
     ("sgd", {"noise_multiplier": 0.12}, 10, None),  # an epsilon of 228
     ("adam", {"noise_multiplier": 6.0}, 16, None),
     ("sgd", {}, 64, None),
-    ("adam", {}, 10, lambda o: lr_scheduler.CosineAnnealingLR(o, STEPS)),
-    ("sgd", {}, 10, lambda o: lr_scheduler.LambdaLR(o, lambda step: step / STEPS)),
-    ("adam", {"noise_generator": torch.Generator().manual_seed(0)}, 10, None),
     ("adam", {"rand_on_empty": False, "clipping": "flat", "batch_first": True}, 10, None),
     ("sgd", {"grad_sample_mode": "hooks", "poisson_sampling": True}, 10, None),
 ]
-
-# What Opacus' engine takes and this one refuses: the epsilon there is wrong, or about nothing.
 
 
 def train(engine, optimizer, arguments, batch_size=10, scheduler=None, loop=None, **loader):
@@ -142,7 +130,7 @@ def stock_epsilons(history):
     return found
 
 
-@pytest.mark.parametrize(("optimizer", "arguments", "batch_size", "scheduler"), first(9, ROWS))
+@pytest.mark.parametrize(("optimizer", "arguments", "batch_size", "scheduler"), first(8, ROWS))
 def test_epsilon_is_no_larger(optimizer, arguments, batch_size, scheduler):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -31,11 +31,14 @@ def zero_linear(outputs, bias, width=4):
 
 
 @pytest.mark.parametrize(
-    ("order", "epsilon", "momentum"),
-    [("cyclic", 1.0, False), ("poisson", 1.0, False), ("full", 1.0, False), ("full", 50.0, True)],
+    ("order", "epsilon", "momentum", "bias", "loss"),
+    [
+        ("cyclic", 1.0, False, True, "softmax_cross_entropy"),
+        ("poisson", 1.0, False, False, "logistic"),
+        ("full", 1.0, False, True, "squared_error"),
+        ("full", 50.0, True, False, "softmax_cross_entropy"),
+    ],
 )
-@pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("loss", ["softmax_cross_entropy", "logistic", "squared_error"])
 def test_the_engine_takes_a_recommended_run(order, epsilon, momentum, bias, loss):
     options = dict(orders=[order], epochs=2, bias=bias, loss=loss, momentum=momentum)
     run = hsa.recommend(200, epsilon, 1e-5, classes=3, **options).best

@@ -1,18 +1,19 @@
-"""What a step costs beside Opacus' own: transfers from the device, memory; and the other device."""
+"""What a step costs beside Opacus' own: transfers from the device; and the other device.
+
+tests/rehearsal counts them on every path of the adapter.
+"""
 
 import warnings
 
 import pytest
 import torch
 from opacus import PrivacyEngine
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from hidden_state_adapters.opacus import (
     BallProjection,
-    BlockCoordinateOptimizer,
     DiceAdamOptimizer,
     DiceSGDOptimizer,
     HiddenStatePrivacyEngine,
@@ -141,45 +142,6 @@ def test_one_transfer_in_a_step(waits, kind):
         loop.step(next(batches))
         counts.append(waits(lambda: [loop.step(next(batches)) for _ in range(2)]))  # noqa: B023
     assert counts[1] - counts[0] == 2
-
-
-@pytest.mark.parametrize("kind", ["linear", "dice_sgd"])
-def test_one_transfer_in_a_piece(waits, kind):
-    loop = Loop(kind)
-    with BatchMemoryManager(
-        data_loader=loop.loader, max_physical_batch_size=4, optimizer=loop.optimizer
-    ) as pieces:
-        first, *counts = [waits(loop.step, batch) for batch in pieces]
-    assert counts == [1] * 17
-    assert first < 16  # it looks at whether records act on each other
-
-
-def test_blocks_wait_for_no_inputs(waits):
-    """Every block compares the inputs that a closure moved anew; one transfer each."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    groups = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
-    module, optimizer, loader = HiddenStatePrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(groups, lr=0.1),
-        data_loader=DataLoader(Loop("opacus").dataset, batch_size=10),
-        noise_multiplier=1.0,
-        max_grad_norm=0.05,
-        batch_order="cyclic",
-        optimizer_class=BlockCoordinateOptimizer,
-    )
-
-    def step(batch):
-        def closure():
-            optimizer.zero_grad()
-            features, labels = (part.clone() for part in batch)
-            nn.functional.cross_entropy(module(features), labels).backward()
-
-        optimizer.step(closure)
-
-    batches = iter(loader)
-    step(next(batches))
-    assert waits(step, next(batches)) == 2
 
 
 @pytest.mark.cuda
