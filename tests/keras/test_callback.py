@@ -77,7 +77,7 @@ def test_foreign_callbacks_are_an_assumption(make_run):
 def test_arrays_that_keras_shuffles_are_refused(make_run):
     run = make_run()
     arrays = [np.concatenate(parts) for parts in zip(*run.data, strict=True)]
-    with pytest.raises(hsa.UnsupportedRunError, match="fit on the dataset of cyclic_dataset"):
+    with pytest.raises(hsa.UnsupportedRunError, match="fit on a dataset of cyclic_dataset"):
         run.model.fit(*arrays, batch_size=4, callbacks=[run.callback], verbose=0)
 
 
@@ -174,6 +174,19 @@ def test_models_that_are_not_built_and_have_several_inputs_and_dropout():
         assert "composition" in callback.guarantee.theorem.lower()
 
 
+def test_the_dataset_that_fit_asks_for_batches_is_found(make_run):
+    for sizes in ({}, {"dataset_size": 24, "batch_size": 4}):
+        run = make_run(callback={"data": None, **sizes})
+        run.fit()
+        assert (run.callback.privacy_event.dataset_size, run.callback.privacy_event.batch_size) == (
+            24,
+            4,
+        )
+    for sizes in ({"dataset_size": 28}, {"batch_size": 6}):
+        with pytest.raises(hsa.UnsupportedRunError, match="of the data"):
+            make_run(callback={"data": None, **sizes}).fit()
+
+
 def test_before_the_first_step(make_run):
     callback = make_run().callback
     for act in (
@@ -191,7 +204,7 @@ def test_before_the_first_step(make_run):
 @pytest.mark.parametrize(
     ("kwargs", "kind", "text"),
     [
-        ({"data": None}, TypeError, "cyclic_dataset as data"),
+        ({"data": np.ones(4)}, TypeError, "cyclic_dataset as data"),
         ({"target_delta": -0.1}, ValueError, "target_delta"),
         ({"neighboring_relation": "REPLACE"}, ValueError, "neighboring_relation"),
         ({"neighboring_relation": "add_or_remove_one"}, hsa.UnsupportedRunError, "cannot add"),

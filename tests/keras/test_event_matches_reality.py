@@ -359,10 +359,10 @@ def resumed_from_a_file_in_the_same_record(run):
 
 
 CASES = [
-    (1, arrays, "fit on the dataset of cyclic_dataset"),
+    (1, arrays, "fit on a dataset of cyclic_dataset"),
     (1, shuffled_dataset, "not known"),
     (1, part_of_an_epoch, "batch 0, expected|of batch 3"),
-    (1, other_data_in_the_second_fit, "fit on the dataset of cyclic_dataset"),
+    (1, other_data_in_the_second_fit, "fit on a dataset of cyclic_dataset"),
     (1, interrupted_epoch, "fit was interrupted"),
     (1, fit_without_the_callback, "took 12 steps, but 6 are recorded"),
     (1, fit_without_the_callback_before, "not recorded"),

@@ -58,7 +58,11 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
     The metrics of the model are reset after every epoch, because `Model.save` would store them.
 
     Args:
-        data: Dataset of `cyclic_dataset` that every call of fit is given, as it is.
+        data: Dataset of `cyclic_dataset` that every call of fit is given, as it is; None for the
+            one that the first call asks for batches.
+        dataset_size: Number of examples, with those that drop_remainder leaves out or without;
+            compared with the data's. None compares nothing.
+        batch_size: Batch size, compared likewise.
         target_delta: If given, the epsilon at this delta is shown after every epoch, in the logs
             as "epsilon_if_released_now": what it would be if training ended there and only that
             model were released. It does not depend on the data.
@@ -82,8 +86,10 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
 
     def __init__(
         self,
-        data: CyclicDataset,
+        data: CyclicDataset | None = None,
         *,
+        dataset_size: int | None = None,
+        batch_size: int | None = None,
         target_delta: float | None = None,
         neighboring_relation: NeighboringRelation | str = NeighboringRelation.REPLACE_SPECIAL,
         checkpoints_stay_private: bool = False,
@@ -92,9 +98,10 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         loss_geometry: LossGeometry | None = None,
     ):
         super().__init__()
-        if not isinstance(data, CyclicDataset):
+        if not isinstance(data, CyclicDataset | None):
             raise TypeError(f"Expected a dataset of cyclic_dataset as data, got {data!r:.80}.")
-        self._data, self._passes = data, data.passes
+        self._data, self._passes = data, dict[CyclicDataset, int]()
+        self._sizes = dataset_size, batch_size
         if target_delta is not None:
             target_delta = validate.target_delta(target_delta)
         self._target_delta = target_delta
@@ -135,19 +142,26 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         if self._is_within_fit and self._has_open_run():
             self._record.invalidate(INTERRUPTED)  # type: ignore[union-attr]
         self._is_within_fit, self._is_checked = True, False
-        self._passes = self._data.passes
+        self._passes = {data: data.passes for data in CyclicDataset.alive}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Starts the record or goes on, once Keras has asked the data for batches."""
         if self._is_checked:
             return
-        if self._data.passes == self._passes:
+        asked = [data for data, passes in self._passes.items() if data.passes > passes]
+        if len(asked) != 1 or self._data not in (None, *asked):
             raise UnsupportedRunError(
-                "Expected fit on the dataset of cyclic_dataset that the callback was given, as it "
-                "is, got something else, or data with class_weight: which examples share a batch "
+                "Expected fit on a dataset of cyclic_dataset, as it is, the same one in every "
+                "call, got something else, or data with class_weight: which examples share a batch "
                 "is not known. make_private(model) draws the batches itself."
             )
-        self._is_checked = True
+        self._data, self._passes, self._is_checked = asked[0], {}, True
+        (size, batch), (used, own) = self._sizes, (self._data.used, self._data.batch_size)
+        if batch not in (None, own) or (size is not None and size // own * own != used):
+            raise UnsupportedRunError(
+                f"Expected dataset_size = {used} and batch_size = {own} of the data, got {size} "
+                f"and {batch}. Leave them out."
+            )
         keras_api.build(self.model, self._data)
         if self._record is None:
             self._record = self._new_record()
@@ -162,6 +176,7 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
 
     def _new_record(self) -> RecordedRun:
         optimizer, data = self.model.optimizer, self._data
+        assert data is not None
         if not isinstance(optimizer, PrivateOptimizer):
             raise UnsupportedRunError(
                 "Expected an optimizer with noise of this package in compile, such as "

@@ -6,8 +6,9 @@ import hashlib
 import inspect
 import itertools
 import logging
+import weakref
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import attrs
 import numpy as np
@@ -31,12 +32,16 @@ class CyclicDataset(tf.data.Dataset):  # type: ignore[misc]
         used: Number of examples in the batches.
         batch_size: Size b of every batch.
         passes: Number of times that somebody asked for the batches.
+        alive: All such datasets of the process.
     """
+
+    alive: ClassVar[weakref.WeakSet[CyclicDataset]] = weakref.WeakSet()
 
     def __init__(self, dataset: Any, used: int, batch_size: int):
         self.used, self.batch_size, self.passes = used, batch_size, 0
         self._dataset = dataset
         super().__init__(dataset._variant_tensor)
+        self.alive.add(self)
 
     def __iter__(self) -> Any:
         self.passes += 1
