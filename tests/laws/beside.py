@@ -18,6 +18,8 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
+from typing import Any
 
 from dp_accounting import NeighboringRelation
 
@@ -81,15 +83,17 @@ def figures() -> None:
         print(json.dumps(found), flush=True)
 
 
-def asked_of(tree: pathlib.Path, questions: str) -> subprocess.Popen:
-    """A process that answers with the package of a tree."""
-    process = subprocess.Popen(
-        [sys.executable, __file__, "--figures"], cwd=tree, text=True, stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    process.stdin.write(questions)
-    process.stdin.close()
-    return process
+def asked_of(tree: pathlib.Path, questions: pathlib.Path, answers: pathlib.Path) -> Any:
+    """A process that answers with the package of a tree.
+
+    It reads and writes files: pipes that are full would let it and this process wait for each
+    other.
+    """
+    with questions.open() as source, answers.open("w") as sink:
+        return subprocess.Popen(
+            [sys.executable, __file__, "--figures"], cwd=tree, stdin=source, stdout=sink,
+            env={**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
 
 
 def git(*arguments: str) -> str:
@@ -110,15 +114,22 @@ def main() -> int:
     revision = arguments.against or git("describe", "--tags", "--abbrev=0") or "HEAD"
     rng = random.Random(arguments.seed)
     runs = [random_run(rng) for _ in range(arguments.runs)]
-    questions = "".join(json.dumps([e.to_dict(), r.name]) + "\n" for e, r in runs)
-    with tempfile.TemporaryDirectory(prefix="earlier-") as folder:
+    with tempfile.TemporaryDirectory(prefix="earlier-") as name:
+        folder = pathlib.Path(name)
         archive = subprocess.run(
             ["git", "archive", revision, "hidden_state_accountants"],
             cwd=ROOT, check=True, capture_output=True,
         ).stdout  # fmt: skip
         subprocess.run(["tar", "-x", "-C", folder], input=archive, check=True)
-        processes = [asked_of(tree, questions) for tree in (ROOT, pathlib.Path(folder))]
-        answers = [map(json.loads, process.stdout) for process in processes]
+        questions, files = folder / "questions", [folder / "now", folder / "then"]
+        questions.write_text("".join(json.dumps([e.to_dict(), r.name]) + "\n" for e, r in runs))
+        trees = (ROOT, folder)
+        processes = [asked_of(*each) for each in zip(trees, [questions] * 2, files, strict=True)]
+        while any(process.poll() is None for process in processes):
+            time.sleep(5)
+            done = [len(file.read_text().splitlines()) for file in files]
+            print(f"{min(done)} of {len(runs)} runs", file=sys.stderr, flush=True)
+        answers = [map(json.loads, file.read_text().splitlines()) for file in files]
         return report(revision, zip(runs, *answers, strict=True))
 
 
