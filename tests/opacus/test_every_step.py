@@ -6,11 +6,11 @@ import pytest
 import torch
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
-from hidden_state_adapters.opacus import BlockCoordinate, DiceSGD
+from hidden_state_adapters.opacus import BlockCoordinate, DiceSGD, HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -37,13 +37,6 @@ KINDS = {
     "known loss": {},
     "DiceSGD of a known loss": {"mechanism": DiceSGD(), "max_grad_norm": 0.1},
     "declared loss of a head": {"loss_geometry": hsa.LossGeometry.convex(1.0, lipschitz=20.0)},
-    "declared loss": {
-        "model": two_layers,
-        "loss_geometry": hsa.LossGeometry.smooth(100.0),
-        "feature_norm": None,
-        "max_grad_norm": 0.5,
-        "sgd": {"weight_decay": 0.0, "lr": 1e-3},
-    },
     "DiceSGD": {**UNKNOWN, "model": two_layers, "mechanism": DiceSGD(), "max_grad_norm": 0.1},
     "blocks": {
         **UNKNOWN,
@@ -343,3 +336,54 @@ def test_a_small_further_term_has_no_effect(make_run):
         with_entropy(run, factor)
         weights.append(run.plain_model.weight.detach().clone())
     assert torch.equal(*weights)
+
+
+# --- a step that is computed here beside the gradients of Opacus ----------------------------------
+
+
+def ends(make_run, **arguments):
+    """The weights after an epoch without noise, whose clip acts on some records."""
+    torch.manual_seed(0)
+    run = make_run(model=nn.Linear(5, 3), noise_multiplier=0.0, **arguments)
+    run.epoch()
+    return torch.cat([p.detach().flatten() for p in run.plain_model.parameters()])
+
+
+@pytest.mark.parametrize("mechanism", [None, DiceSGD(), BlockCoordinate(l2=0.1)])
+def test_a_known_loss_takes_the_steps_of_per_example_gradients(make_run, mechanism):
+    options = {"mechanism": mechanism, "max_grad_norm": 1.0, "sgd": {"weight_decay": 0.0}}
+    loss = hsa.LossGeometry.convex(1.0) if mechanism is None else None
+    own = ends(make_run, **options)
+    sampled = ends(make_run, loss_geometry=loss, criterion=None, **options)
+    torch.testing.assert_close(own, sampled, rtol=1e-5, atol=1e-6)
+
+
+class OnItsOutputs(nn.Module):
+    """Shares the weights of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(5, 5, bias=False)
+
+    def forward(self, features):
+        return self.head(torch.sigmoid(self.head(features)) / 3)
+
+
+def test_a_head_on_its_own_outputs_is_no_linear_model(make_run):
+    """It was accounted as convex."""
+    run = make_run(model=OnItsOutputs())
+    with pytest.raises(hsa.UnsupportedRunError, match="features that do not depend on the linear"):
+        run.epoch()
+
+
+def test_the_norm_of_features_goes_with_a_known_loss():
+    model = nn.Linear(5, 3)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"feature_norm = None here, got 1\.0"):
+        HiddenStatePrivacyEngine().make_private(
+            module=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            data_loader=DataLoader(data(), batch_size=10),
+            noise_multiplier=1.0,
+            max_grad_norm=1.0,
+            feature_norm=1.0,
+        )

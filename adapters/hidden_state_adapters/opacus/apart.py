@@ -44,7 +44,6 @@ def records_are_apart(
     compute: Callable[[Call], Sequence[torch.Tensor]],
     call: Call,
     rows: int,
-    dim: int = 0,
     further: Sequence[Version] = (),
 ) -> bool | None:
     """Tells whether half of a batch gives the same alone, and beside other records.
@@ -59,18 +58,13 @@ def records_are_apart(
             buffers, which are then as before.
         call: Arguments of the model.
         rows: Records of the batch, at least two.
-        dim: Dimension that counts them.
         further: Versions of the call that should give the same, too.
     """
     parts = list(module.modules())
     dropouts = [part for part in parts if isinstance(part, _DropoutNd)]
-    versions = [*_versions(call, rows, dim), *further]
-    looks = (_Look(module, compute, dim, off).at(call, rows, versions) for off in (dropouts, parts))
+    versions = [*_versions(call, rows), *further]
+    looks = (_Look(module, compute, off).at(call, rows, versions) for off in (dropouts, parts))
     return next((found for found in looks if found is not None), None)
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def losses_add_up(
@@ -82,8 +76,8 @@ def losses_add_up(
     None where there is no such number, or nobody can tell.
     """
     dropouts = [part for part in module.modules() if isinstance(part, _DropoutNd)]
-    look = _Look(module, compute, 0, dropouts)
-    parts = [_changed(call, rows, 0, kept, None) for kept in halves(rows)]
+    look = _Look(module, compute, dropouts)
+    parts = [_changed(call, rows, kept, None) for kept in halves(rows)]
     try:
         with random_numbers_as_before(tree_leaves(call)):
             for _ in range(2):
@@ -101,14 +95,10 @@ def losses_add_up(
 
 
 def outputs_of(
-    module: nn.Module,
-    compute: Callable[[Call], Sequence[torch.Tensor]],
-    call: Call,
-    rows: int,
-    dim: int = 0,
+    module: nn.Module, compute: Callable[[Call], Sequence[torch.Tensor]], call: Call, rows: int
 ) -> list[torch.Tensor]:
     """Returns what a model computes for the records; see `records_are_apart`."""
-    return _Look(module, compute, dim, ()).computed(call, rows)
+    return _Look(module, compute, ()).computed(call, rows)
 
 
 class _Look:
@@ -116,11 +106,9 @@ class _Look:
 
     _after: torch.Tensor  # the state of torch's generator when it was done
 
-    def __init__(self, module: nn.Module, compute: Any, dim: int, off: Sequence[nn.Module]):
-        self._module, self._compute, self._dim, self._off = module, compute, dim, off
-        params = list(module.parameters())
-        coarse = (torch.float16, torch.bfloat16)
-        self.is_coarse = any(x.dtype in coarse or x.is_cuda for x in params)
+    def __init__(self, module: nn.Module, compute: Any, off: Sequence[nn.Module]):
+        self._module, self._compute, self._off = module, compute, off
+        self.is_coarse = any(is_half(x) or x.is_cuda for x in module.parameters())
 
     def at(self, call: Call, rows: int, versions: Sequence[Version]) -> bool | None:
         """See `records_are_apart`."""
@@ -130,11 +118,10 @@ class _Look:
             return None
         has_seen_all, after = bool(whole), self._after
         for make, size, kept in versions:
-            expected = [x.narrow(self._dim, kept.start, len(kept)) for x in whole]
+            expected = [x[kept.start : kept.stop] for x in whole]
             try:
                 start = kept.start if size == rows else 0
-                found = self.computed(make(), size)
-                found = [x.narrow(self._dim, start, len(kept)) for x in found]
+                found = [x[start : start + len(kept)] for x in self.computed(make(), size)]
                 if [x.shape for x in found] != [x.shape for x in expected]:
                     has_seen_all = False  # a container that is not looked into, other lengths
                     continue
@@ -165,7 +152,7 @@ class _Look:
     def computed(self, call: Call, rows: int, *, is_random: bool = False) -> list[torch.Tensor]:
         """Returns the results that have an entry for every record."""
         found = self._of(call, is_random)
-        return [x for x in found if x.dim() > self._dim and x.shape[self._dim] == rows]
+        return [x for x in found if x.dim() and len(x) == rows]
 
     def numbers(self, call: Call, *, is_random: bool = False) -> torch.Tensor:
         """Returns the results that are one number for a batch."""
@@ -180,7 +167,7 @@ class _Look:
             for part, _ in modes:
                 part.training = False
             with torch.no_grad(), contextlib.nullcontext() if is_random else repeats:
-                found = list(self._compute(tree_map(_copy, call)))  # it may write to its input
+                found = list(self._compute(_of_tensors(torch.clone, call)))  # it may write to it
                 self._after = torch.get_rng_state()
         finally:
             for part, mode in modes:
@@ -201,12 +188,12 @@ class _Look:
         return True
 
 
-def _versions(call: Call, rows: int, dim: int) -> Iterator[Version]:
+def _versions(call: Call, rows: int) -> Iterator[Version]:
     """Yields each half of the records alone, and beside others in the places of the rest."""
     for kept in halves(rows):
-        yield functools.partial(_changed, call, rows, dim, kept, None), len(kept), kept
+        yield functools.partial(_changed, call, rows, kept, None), len(kept), kept
         for factor in _FACTORS:
-            yield functools.partial(_changed, call, rows, dim, kept, factor), rows, kept
+            yield functools.partial(_changed, call, rows, kept, factor), rows, kept
 
 
 def halves(rows: int) -> tuple[range, range]:
@@ -214,37 +201,44 @@ def halves(rows: int) -> tuple[range, range]:
     return range(rows // 2), range(rows // 2, rows)
 
 
-def _changed(call: Call, rows: int, dim: int, kept: range, factor: int | None) -> Call:
+def _changed(call: Call, rows: int, kept: range, factor: int | None) -> Call:
     """Returns the records that are kept, alone or beside others."""
-    first = next((x for x in tree_leaves(call) if isinstance(x, torch.Tensor)), None)
+    seen: list[torch.Tensor] = []
 
-    def one(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor) or value.dim() <= dim or value.shape[dim] != rows:
+    def one(value: torch.Tensor) -> torch.Tensor:
+        seen.append(value)
+        if not value.dim() or len(value) != rows:
             return value
-        if value.shape == (rows, rows) and value is not first:
+        if value.shape == (rows, rows) and len(seen) > 1:
             return value  # a mask of positions, of a sequence as long as the batch
-        parts = [value.detach().narrow(dim, half.start, len(half)) for half in halves(rows)]
+        parts = [value[half.start : half.stop] for half in halves(rows)]
         own = int(kept.start > 0)
         if factor is None:
             return parts[own]
-        parts[1 - own] = _other(parts[1 - own], dim, factor)
-        return torch.cat(parts, dim=dim)
+        parts[1 - own] = _other(parts[1 - own], factor)
+        return torch.cat(parts)
 
-    changed: Call = tree_map(one, call)
+    return _of_tensors(one, call)
+
+
+def _of_tensors(function: Callable[[torch.Tensor], torch.Tensor], call: Call) -> Call:
+    """Returns a call with `function` of every tensor."""
+    changed: Call = tree_map(
+        lambda value: function(value.detach()) if isinstance(value, torch.Tensor) else value, call
+    )
     return changed
 
 
-def _other(part: torch.Tensor, dim: int, factor: int) -> torch.Tensor:
+def _other(part: torch.Tensor, factor: int) -> torch.Tensor:
     """Returns records scaled, or in another order.
 
     Another order is that of integers (indices, maybe, as floating point, too), of which a model may
     know no others.
     """
-    flipped = part.flip(dim)
     if not part.is_floating_point():
-        return flipped
-    is_whole = (part == part.round()).all(dim=dim, keepdim=True)
-    return torch.where(is_whole, flipped, factor * part)
+        return part.flip(0)
+    is_whole = (part == part.round()).all(dim=0, keepdim=True)
+    return torch.where(is_whole, part.flip(0), factor * part)
 
 
 @contextlib.contextmanager
@@ -310,16 +304,13 @@ class Collated:
 def _replaced(call: Call, whole: Sequence[torch.Tensor], half: Sequence[torch.Tensor]) -> Call:
     """Returns a call with tensors of a part of the batch; ValueError if a tensor is none of it."""
 
-    def one(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
+    def one(value: torch.Tensor) -> torch.Tensor:
         for own, other in zip(whole, half, strict=True):
             if own.shape == value.shape and torch.equal(own.to(value), value):
                 return other.to(value)
         raise ValueError("The loop made a tensor of its own.")
 
-    replaced: Call = tree_map(one, call)
-    return replaced
+    return _of_tensors(one, call)
 
 
 def losses_are_apart(

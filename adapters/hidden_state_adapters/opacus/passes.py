@@ -367,10 +367,10 @@ class Passes:
     def _mixing(self, compute: Callable[[Call], list[torch.Tensor]], rows: int) -> str:
         """Says how the model mixes records, once, of the first batch of several."""
         self._is_open = False
-        if self._has_layers or self._collated.is_custom:
-            call, dim = self._calls[0], self._dim
+        if self._dim == 0 and (self._has_layers or self._collated.is_custom):
+            call = self._calls[0]
             further = self._collated.versions(call, self._step, rows)
-            self._is_apart = records_are_apart(self._module, compute, call, rows, dim, further)
+            self._is_apart = records_are_apart(self._module, compute, call, rows, further)
         return _MIXING_MODEL if self._is_apart is False else ""
 
     # Between the steps

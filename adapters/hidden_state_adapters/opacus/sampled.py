@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from opacus.grad_sample import GradSampleHooks
-from opacus.layers.dp_rnn import RNNLinear
 from opacus.utils.module_utils import trainable_modules
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -196,15 +195,14 @@ class SampledRun(Passes):
 
     def _computed(self, call: Call) -> list[torch.Tensor]:
         args, kwargs = call
-        rows = {_rows_of([x], self._dim) for x in tensors_of(call)}
+        rows = {_rows_of([x], 0) for x in tensors_of(call)}
         parts = {len(half) for half in halves(self._whole)} - {1}  # what is broadcast fits all
         is_part = self._whole not in rows and not rows.isdisjoint(parts)
         seen: set[nn.Module] = set()
 
         def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
             # A sequence that is as long as the batch has records stays so in a part of it.
-            dim = 0 if isinstance(layer, RNNLinear) else self._dim
-            if is_part and _rows_of(inputs[:1], dim) == self._whole:
+            if is_part and _rows_of(inputs[:1], 0) == self._whole:
                 seen.add(layer)
 
         handles = [layer.register_forward_pre_hook(note) for layer in self._counting]
