@@ -5,7 +5,6 @@ Other optimizers, clip norms of layers, layers that are frozen later, half preci
 
 import copy
 import functools
-import logging
 import re
 
 import pytest
@@ -279,15 +278,13 @@ def test_clip_norms_of_layers_do_not_change(make):
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
-def test_a_checkpoint_goes_on_with_the_moments(make, tmp_path, caplog):
+def test_a_checkpoint_goes_on_with_the_moments(make, tmp_path):
     arguments = {"noise_multiplier": 0.0, "batch_order": "cyclic"}
     whole, first, second = (make(**arguments) for _ in range(3))
     for run, epochs in ((whole, 3), (first, 2)):
         for _ in range(epochs):
             run.epoch()
-    with caplog.at_level(logging.WARNING):
-        first.engine.save_checkpoint(path=tmp_path / "adam.pt")
-    assert "counts as a release" not in caplog.text  # every iterate is covered anyway
+    first.engine.save_checkpoint(path=tmp_path / "adam.pt")
     second.engine.load_checkpoint(path=tmp_path / "adam.pt")
     second.epoch()
     assert second.steps == 18

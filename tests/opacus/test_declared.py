@@ -121,7 +121,6 @@ def test_a_sum_is_declared_in_the_units_of_the_optimizer(make_run):
         ({"num_steps": 2.0}, TypeError, "num_steps to be an integer"),
         ({"schedule": [0.5], "num_steps": 6}, ValueError, "per logical step"),
         ({"schedule": [-0.5]}, ValueError, "schedule"),
-        ({"schedule": lambda step: 0.5}, TypeError, r"\[f\(k\) for k"),
         ({"schedule": [0.5] * 5 + [11.0]}, ValueError, "weight_decay"),
     ],
 )
@@ -266,8 +265,8 @@ def test_the_target_is_for_everything_on_the_engine(make_loader):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"epochs": 0}, ValueError, "epochs to be an integer >= 1"),
-        ({"noise_multiplier": 1.0}, TypeError, "no noise_multiplier"),
+        ({"epochs": 0}, ValueError, "epochs >= 1"),
+        ({"noise_multiplier": 1.0}, TypeError, "noise_multiplier"),
         ({"batch_order": Batches("poisson", max_batch_size=9)}, ValueError, "Raise max_batch_size"),
         ({"no_such_argument": 1}, TypeError, "no_such_argument"),
     ],
@@ -373,18 +372,3 @@ def test_a_private_look_is_an_assumption(make_run):
     with pytest.raises(RuntimeError), run.engine.evaluate_on_private_data(stays_private=True):
         raise RuntimeError
     assert run.model.training
-
-
-def test_a_public_checkpoint_says_what_it_costs(make_run, tmp_path, caplog):
-    """What is released after the last step."""
-    run, path = make_run(), tmp_path / "checkpoint.pt"
-    run.engine.save_checkpoint(path=path)  # nothing was trained
-    run.epoch()
-    run.engine.save_checkpoint(path=path, stays_private=True)
-    assert "counts as a release" not in caplog.text
-    run.engine.save_checkpoint(path=path)
-    (line,) = [r.getMessage() for r in caplog.records if "counts as a release" in r.getMessage()]
-    assert "The checkpoint after step 6" in line
-    assert "its epsilon grows" in line
-    assert "stays_private=True avoids it" in line
-    assert run.engine.privacy_event.num_steps == 6

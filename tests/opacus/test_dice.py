@@ -394,7 +394,7 @@ def test_noise_for_a_target(make_run, dataset, order, variant, spends):
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
-        ({"optimizer_class": object}, hsa.UnsupportedRunError, "steps of these only"),
+        ({"optimizer_class": object}, hsa.UnsupportedRunError, "checks their steps only"),
         ({"optimizer_class": type("Own", (DiceSGDOptimizer,), {})}, hsa.UnsupportedRunError, "Own"),
         ({"optimizer_class": DiceAdamOptimizer}, hsa.UnsupportedRunError, "Adam or torch.optim.Ad"),
         ({"loss_geometry": hsa.LossGeometry.convex(1.0)}, hsa.UnsupportedRunError, "of the loss"),

@@ -154,8 +154,6 @@ def test_mechanisms_and_their_optimizers(make_run):
         ]
         assert [type(run.optimizer) for run in runs] == [made, made]
         assert runs[0].optimizer.run.fields == runs[1].optimizer.run.fields
-    with pytest.raises(TypeError, match="Expected mechanism to be"):
-        make_run(mechanism=DiceSGDOptimizer)
     with pytest.raises(ValueError, match='"auto" is just above the longest gradient'):
         make_run(max_grad_norm="auto", criterion=None, **none)
 

@@ -23,13 +23,13 @@ from hidden_state_accountants.runs.run import Step
 from hidden_state_adapters.opacus.criteria import check_convexity
 from hidden_state_adapters.opacus.declared import DeclaredRun, RunArguments
 from hidden_state_adapters.opacus.gradients import Piece, check_clip_norms, clip_factors
-from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
+from hidden_state_adapters.opacus.private_step import PrivateOptimizer
 from hidden_state_adapters.opacus.step_maps import RegulariserProx
 from hidden_state_adapters.opacus.update_rules import move_by_sgd, sgd_options
 
 
 @attrs.frozen
-class BlockCoordinate(MechanismOptions):
+class BlockCoordinate:
     """DP-MBCD as `mechanism` of make_private; see `BlockCoordinateOptimizer`.
 
     Args:
@@ -43,7 +43,7 @@ class BlockCoordinate(MechanismOptions):
     nonnegative: bool = attrs.field(default=False, validator=validate.FLAG)
 
     def optimizer_class(self, optimizer: Optimizer) -> type[PrivateOptimizer]:
-        """See `MechanismOptions.optimizer_class`."""
+        """Returns the class of the private optimizer that wraps `optimizer`."""
         return BlockCoordinateOptimizer
 
 

@@ -55,7 +55,6 @@ class ComposedOptimizer(PrivateOptimizer):
     }
     checked = "clip norm, noise and divisor as recorded; any update along the noisy gradients"
     takes_per_layer = True
-    hides_iterates = False
     is_composed = True
 
     def _start(self) -> None:

@@ -23,7 +23,7 @@ from hidden_state_adapters.opacus.gradients import (
     joint_norms,
     smallest_norm,
 )
-from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
+from hidden_state_adapters.opacus.private_step import PrivateOptimizer
 from hidden_state_adapters.opacus.update_rules import (
     check_type,
     move_by_any_rule,
@@ -33,7 +33,7 @@ from hidden_state_adapters.opacus.update_rules import (
 
 
 @attrs.frozen
-class DiceSGD(MechanismOptions):
+class DiceSGD:
     """DiceSGD as `mechanism` of make_private, with SGD, Adam or AdamW; see `DiceSGDOptimizer`.
 
     Args:
@@ -55,7 +55,7 @@ class DiceSGD(MechanismOptions):
         return self.error_max_grad_norm or clip_norm
 
     def optimizer_class(self, optimizer: Optimizer) -> type[PrivateOptimizer]:
-        """See `MechanismOptions.optimizer_class`."""
+        """Returns the class of the private optimizer that wraps `optimizer`."""
         return DiceAdamOptimizer if isinstance(optimizer, Adam) else DiceSGDOptimizer
 
 
@@ -123,7 +123,6 @@ class DiceSGDOptimizer(PrivateOptimizer):
         "constant noise, clip norms and divisor; both clips exactly min(1, C/|v|) v or normalised; "
         "finite gradients, one of every record; the same parameters"
     )
-    hides_iterates = False
 
     def _start(self) -> None:
         arguments = self.declared.arguments

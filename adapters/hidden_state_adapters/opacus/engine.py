@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants import Assumption, UnsupportedRunError
+from hidden_state_accountants import Assumption, UnsupportedRunError, validate
 from hidden_state_accountants.advice import report_lines
 from hidden_state_accountants.best_bound import check_covered
 from hidden_state_accountants.guarantee import (
@@ -33,7 +33,7 @@ from hidden_state_adapters.opacus.composed import ComposedOptimizer
 from hidden_state_adapters.opacus.declared import DeclaredRun, RunArguments, is_shared
 from hidden_state_adapters.opacus.loader import private_loader
 from hidden_state_adapters.opacus.noise import GIVEN_NOISE
-from hidden_state_adapters.opacus.private_step import MechanismOptions, PrivateOptimizer
+from hidden_state_adapters.opacus.private_step import PrivateOptimizer
 from hidden_state_adapters.opacus.processes import ProcessGroup
 from hidden_state_adapters.opacus.registry import AccountedRun, check_later_steps, note_branch
 from hidden_state_adapters.opacus.run import (
@@ -223,10 +223,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
             UnsupportedRunError: A scheduler moves the learning rate, which epsilon depends on, and
                 no schedule was passed. Otherwise as `make_private`.
         """
-        if "noise_multiplier" in arguments:
-            raise TypeError("Expected no noise_multiplier: make_private_with_epsilon finds it.")
-        if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
-            raise ValueError(f"Expected epochs to be an integer >= 1, got {epochs!r}.")
+        validate.integer("epochs", epochs, minimum=1)
         target = target_epsilon, target_delta, epochs
         return self._start(RunArguments.of(**arguments), target=target)
 
@@ -602,13 +599,6 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 self._tell("assume", text)
             else:
                 self.release()
-                if run.num_steps and run.optimizer.hides_iterates:
-                    _logger.warning(
-                        "The checkpoint after step %d counts as a release: if the run goes on, its "
-                        "epsilon grows. stays_private=True avoids it for a file that nobody else "
-                        "sees.",
-                        run.num_steps,
-                    )
             module, optimizer = module or run.modules[-1], optimizer or run.optimizer
             own[SECTION] = run.state_dict(include_private=include_private_state)
         if lr_scheduler is not None:
@@ -714,23 +704,17 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
 def _with_optimizer_class(arguments: RunArguments) -> RunArguments:
     """Returns the arguments with the private optimizer and options of the mechanism."""
     mechanism, made = arguments.mechanism, arguments.optimizer_class
-    if isinstance(mechanism, MechanismOptions):
+    if mechanism is not None:
         optimizer = arguments.optimizer
         made = mechanism.optimizer_class(getattr(optimizer, "original_optimizer", optimizer))
-    elif mechanism is not None:
-        raise TypeError(
-            "Expected mechanism to be DiceSGD(...), BlockCoordinate(...) or None, got "
-            f"{mechanism!r}."
-        )
     elif made is None:
         is_hidden = arguments.asks_for_hidden_iterates
         made = HiddenStateOptimizer if is_hidden else ComposedOptimizer
     is_private = isinstance(made, type) and issubclass(made, PrivateOptimizer)
     if not is_private or "checked" not in vars(made):  # a subclass may do anything
         raise UnsupportedRunError(
-            "Expected mechanism = None, DiceSGD(...) or BlockCoordinate(...) (or one of their "
-            f"optimizers as optimizer_class), got {made!r}: the engine checks the steps of these "
-            "only."
+            "Expected mechanism = None, DiceSGD(...) or BlockCoordinate(...), or one of their "
+            f"optimizers as optimizer_class, got {made!r}: the engine checks their steps only."
         )
     if mechanism is None and made.options is not None:
         mechanism = made.options()

@@ -33,14 +33,6 @@ from hidden_state_adapters.opacus.run import TrainingRun
 from hidden_state_adapters.opacus.update_rules import refuse_loaded_moments
 
 
-class MechanismOptions:
-    """Options of one mechanism, an attrs class, as `make_private(mechanism=)` takes them."""
-
-    def optimizer_class(self, optimizer: Optimizer) -> Any:
-        """Returns the class of the private optimizer that wraps `optimizer`."""
-        raise NotImplementedError
-
-
 class PrivateOptimizer(DPOptimizer):
     r"""Opacus' DPOptimizer with the record of its run: the one step of all mechanisms.
 
@@ -65,7 +57,6 @@ class PrivateOptimizer(DPOptimizer):
         constant: Sentence on them, for an error.
         checked: Description of what is verified at every step.
         takes_per_layer: True if every parameter may have a clip norm of its own.
-        hides_iterates: True if its bound may count on iterates that nobody sees.
         is_composed: True if it is Opacus' algorithm, accounted step by step at Opacus' trust.
         takes_pieces: True if a batch may come in pieces (BatchMemoryManager).
 
@@ -88,7 +79,6 @@ class PrivateOptimizer(DPOptimizer):
     )
     checked: ClassVar[str]
     takes_per_layer: ClassVar[bool] = False
-    hides_iterates: ClassVar[bool] = True
     is_composed: ClassVar[bool] = False
     takes_pieces: ClassVar[bool] = True
 

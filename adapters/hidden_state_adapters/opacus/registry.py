@@ -75,12 +75,6 @@ class DeclaredSchedule:
         if isinstance(schedule, numbers.Real):
             one = Schedule.from_sequence([float(schedule)], "schedule")
             return cls(num_steps, one.to_array())
-        if not isinstance(schedule, Schedule | Iterable):
-            raise TypeError(
-                "Expected schedule to be a number, one number per step or a "
-                f"hidden_state_accountants.Schedule, got {type(schedule).__name__}. Of a function "
-                "f pass [f(k) for k in range(num_steps)]."
-            )
         if not isinstance(schedule, Schedule):
             schedule = Schedule.from_sequence(schedule, "schedule")
         length, rates = schedule.num_steps, schedule.to_array()
