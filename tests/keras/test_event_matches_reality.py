@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
-from keras_fit import EXPECTED, at_batch, callbacks, compile_with
+from keras_models import EXPECTED, at_batch, callbacks, compile_with
 from misuse import each_row
 
 import hidden_state_accountants as hsa

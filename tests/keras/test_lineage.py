@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
-from keras_fit import callbacks, compile_with
+from keras_models import callbacks, compile_with
 from misuse import each_row
 
 import hidden_state_accountants as hsa

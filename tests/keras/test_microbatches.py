@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
-from keras_fit import EXPECTED
+from keras_models import EXPECTED
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import CyclicDPKerasSGDOptimizer
@@ -58,5 +58,5 @@ def test_the_noise_of_a_step():
 def test_what_is_refused(make_run):
     with pytest.raises(hsa.UnsupportedRunError, match="num_microbatches to divide"):
         make_run(optimizer={"num_microbatches": 3}).fit()
-    with pytest.raises(hsa.UnsupportedRunError, match="larger batch_size"):
+    with pytest.raises(hsa.UnsupportedRunError, match="gradient_accumulation_steps = 1, got 3"):
         make_run(optimizer={"gradient_accumulation_steps": 3})
