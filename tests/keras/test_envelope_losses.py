@@ -1,4 +1,4 @@
-"""Envelope losses in Keras: eagerly, in graphs, and in a private run."""
+"""Envelope losses in Keras: eagerly, in graphs, under XLA, and in a private run."""
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from hidden_state_adapters.tf_privacy import (
     EnvelopeSquaredError,
     HiddenStateCallback,
     cyclic_dataset,
+    losses,
 )
 from hidden_state_adapters.tf_privacy.gradients import ThroughLinearLayers
 from hidden_state_adapters.tf_privacy.losses import RowLosses, known_loss
@@ -41,7 +42,11 @@ CASES = {
     ),
     "squared": (EnvelopeSquaredError, envelope.squared_error, *PAIRS, {"scale": 3.0}),
 }  # fmt: skip
-WAYS = {"eager": lambda function: function, "graph": tf.function}
+WAYS = {
+    "eager": lambda function: function,
+    "graph": tf.function,
+    "xla": lambda function: tf.function(function, jit_compile=True),
+}
 
 
 def values_and_gradients(loss, targets, predictions, way="eager"):
@@ -61,7 +66,7 @@ def expected(name, clip_norm, smoothing):
 
 
 # Every loss in a graph, one in every way.
-PAIRED = [*((name, "graph") for name in CASES), ("sparse", "eager")]
+PAIRED = [*((name, "graph") for name in CASES), ("sparse", "eager"), ("sparse", "xla")]
 
 
 @pytest.mark.parametrize(("name", "way"), PAIRED)
@@ -73,6 +78,19 @@ def test_they_are_those_of_numpy(name, way):
         wanted = expected(name, clip_norm, smoothing)
         np.testing.assert_allclose(values, wanted.value.reshape(-1), rtol=1e-12)
         np.testing.assert_allclose(gradients, wanted.gradient, atol=1e-13)
+
+
+@pytest.mark.parametrize("way", ["eager", "xla"])
+def test_records_that_need_the_slow_way(way, monkeypatch):
+    """And no smoothing, where some records are solved from the start."""
+    monkeypatch.setattr(losses, "NEWTON_STEPS", 2)
+    # Another clip norm than elsewhere: what was traced for that one is kept.
+    clip_norm = {"eager": 0.41, "xla": 0.43}[way]
+    loss = EnvelopeCategoricalCrossentropy(clip_norm, reduction="none")
+    values, gradients = values_and_gradients(loss, TARGETS, LOGITS, way)
+    wanted = envelope.softmax_cross_entropy(LOGITS, TARGETS, clip_norm=clip_norm)
+    np.testing.assert_allclose(values, wanted.value, rtol=1e-11)
+    np.testing.assert_allclose(gradients, wanted.gradient, atol=1e-12)
 
 
 def test_extreme_logits_and_batches_of_any_size():

@@ -11,15 +11,13 @@ used like Keras' own with ``from_logits=True``. Each is the Huber envelope of th
 
 (docs/theory/moduli.md): convex, with gradients in the predictions no longer than `clip_norm` and
 Lipschitz with the constant 1/(1/M + smoothing), M being that of the plain loss. Values and
-gradients are computed in float64, those of crossentropy of several classes by NumPy, so that XLA
-does not compile them. How long that takes depends on the examples. A target that the loss is not
-made for, or a gradient that could not be certified, gives a loss that is not a number, and the
-private optimizers refuse the step.
+gradients are computed in float64, eagerly, in graphs and under XLA. How long that takes depends on
+the examples. A target that the loss is not made for, or a gradient that could not be certified,
+gives a loss that is not a number, and the private optimizers refuse the step.
 """
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -32,6 +30,13 @@ from hidden_state_accountants import LossGeometry, UnsupportedRunError, validate
 from hidden_state_accountants.losses import envelope, linear, scalar
 from hidden_state_accountants.losses.arrays import Arrays
 from hidden_state_accountants.losses.linear import PROBABILITY_SLACK, LinearLoss
+from hidden_state_accountants.losses.softmax import (
+    NEWTON_STEPS,
+    RESCUE_STEPS,
+    SMALL_STEP,
+    Point,
+    SoftmaxEnvelope,
+)
 from hidden_state_adapters.tf_privacy import keras_api
 from hidden_state_adapters.tf_privacy.gradients import check_loss, for_each_row
 
@@ -143,15 +148,12 @@ class EnvelopeCategoricalCrossentropy(EnvelopeLoss):
         sums = tf.reduce_sum(targets, axis=1, keepdims=True)
         are_fine = tf.reduce_all(targets >= 0, axis=1, keepdims=True)
         are_fine = are_fine & (tf.abs(sums - 1) <= PROBABILITY_SLACK)
-        probabilities = tf.where(are_fine, targets / sums, 1 / predictions.shape[-1])
-        solve = functools.partial(
-            envelope.softmax_envelope, clip_norm=self.clip_norm, smoothing=self.smoothing
+        probabilities = tf.where(are_fine, targets / sums, math.nan)
+        classes = int(predictions.shape[1])
+        found: tuple[Any, Any] = _softmax_envelope(
+            predictions, probabilities, classes, self.clip_norm, self.smoothing
         )
-        found = tf.numpy_function(solve, [predictions, probabilities], [tf.float64] * 2)
-        values = tf.ensure_shape(found[0], predictions.shape[:1])
-        gradients = tf.ensure_shape(found[1], predictions.shape)
-        nan = tf.constant(math.nan, tf.float64)
-        return tf.where(are_fine[:, 0], values, nan), tf.where(are_fine, gradients, nan)
+        return found
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
@@ -163,6 +165,54 @@ class EnvelopeSparseCategoricalCrossentropy(EnvelopeCategoricalCrossentropy):
         classes = tf.cast(targets, tf.int64)
         one_hot = tf.one_hot(classes, predictions.shape[-1], dtype=tf.float64)
         return super()._evaluate(predictions, one_hot)
+
+
+@tf.function(reduce_retracing=True, autograph=False)  # eagerly it is several times slower
+def _softmax_envelope(
+    logits: Any, probabilities: Any, classes: int, clip_norm: float, smoothing: float
+) -> tuple[Any, Any]:
+    z, t = (
+        tf.transpose(tf.ensure_shape(rows, [None, classes])) for rows in (logits, probabilities)
+    )
+    problem = SoftmaxEnvelope.of(TENSORFLOW, z, t, clip_norm, smoothing)
+    point = _solve(problem)
+    return problem.value(point), tf.transpose(problem.gradient(point))
+
+
+def _solve(problem: SoftmaxEnvelope) -> Point:
+    """Returns the solutions; p is not a number where none was found that is certified."""
+    start, is_pulled = problem.start()
+    is_open = tf.reduce_any(is_pulled) if problem.smoothing == 0 else tf.constant(True)
+
+    def step(number: Any, point: Point, is_open: Any) -> tuple[Any, Point, Any]:
+        point, squares = problem.newton_step(point)
+        is_open = tf.cond(
+            tf.reduce_any(squares > SMALL_STEP),
+            lambda: True,
+            lambda: ~tf.reduce_all(problem.is_solved(problem.error(point))),
+        )
+        return number + 1, point, is_open
+
+    _, point, is_open = tf.while_loop(
+        lambda number, point, is_open: is_open & (number < NEWTON_STEPS),
+        step,
+        (tf.constant(0), start, is_open),
+    )
+    return tf.cond(is_open, lambda: _rescue(problem, point), lambda: point)
+
+
+def _rescue(problem: SoftmaxEnvelope, point: Point) -> Point:
+    """Solves in the slow way what is not solved."""
+    _, state = tf.while_loop(
+        lambda number, state: (number < RESCUE_STEPS) & ~tf.reduce_all(state.done),
+        lambda number, state: (number + 1, problem.rescue_step(state)),
+        (tf.constant(0), problem.rescue_start()),
+    )
+    found = problem.rescue_end(state)
+    is_found = problem.is_solved(problem.error(found))
+    found = found._replace(p=tf.where(is_found, found.p, math.nan))
+    is_solved = problem.is_solved(problem.error(point))
+    return Point(*(tf.where(is_solved, a, b) for a, b in zip(point, found, strict=True)))
 
 
 class _OfOneOutput(EnvelopeLoss):
