@@ -68,10 +68,8 @@ class DiceOutlier:
         self, event: DiceSgdDpEvent, relation: NeighboringRelation, progress: Progress
     ) -> Evidence:
         """The best of the witnesses at every epsilon."""
-        statistics = []
-        for statistic in _statistics(event, relation):
-            progress(f"{self.name}: {statistic.text}")
-            statistics.append((statistic.half_lines(event.noise_std), statistic.failure))
+        progress(self.name)
+        statistics = list(_statistics(event, relation is NeighboringRelation.REPLACE_ONE))
 
         def delta(epsilon: float) -> float:
             doubt = 1 + math.exp(epsilon)
@@ -87,63 +85,50 @@ class DiceOutlier:
         )
 
 
-@attrs.frozen(eq=False)
-class _Statistic:
-    """A sum (with signs) of `length` updates, which the record shifts by a random amount.
+def _half_lines(
+    shift: np.ndarray, mass: np.ndarray, unit: float, is_mirrored: bool = False
+) -> HalfLines:
+    """The law of a sum on both data sets, compared on half-lines.
 
-    Attributes:
-        shift: The amounts, rounded down.
+    Args:
+        shift: Amounts by which the record shifts the sum.
         mass: Their probabilities.
-        length: The number of updates.
-        mirrored: Whether the neighbour's record shifts it by as much in the other direction.
-        text: What it is.
-        failure: The probability that the other records do not play their part.
+        unit: Standard deviation of the sum.
+        is_mirrored: Whether the neighbour's record shifts it by as much in the other direction.
     """
-
-    shift: np.ndarray
-    mass: np.ndarray
-    length: int
-    mirrored: bool
-    text: str
-    failure: float = 0.0
-
-    def half_lines(self, noise_std: float) -> HalfLines:
-        """The law of the sum on both data sets, compared on half-lines."""
-        unit = noise_std * math.sqrt(self.length)
-        shift, mass = self.shift / unit, self.mass
-        if len(shift) > _LEVELS:
-            width = float(shift.max()) / _LEVELS
-            levels = np.floor(shift / width)
-            shift, index = np.unique(levels * width, return_inverse=True)
-            mass = np.bincount(index, mass)
-        shift = np.append(shift, 0.0)
-        atoms = Atoms(shift, np.append(mass, max(0.0, 1 - float(mass.sum()))))
-        return HalfLines(atoms, atoms, 1.0, -1.0 if self.mirrored else 0.0)
+    shift = shift / unit
+    if len(shift) > _LEVELS:
+        width = float(shift.max()) / _LEVELS
+        shift, index = np.unique(np.floor(shift / width) * width, return_inverse=True)
+        mass = np.bincount(index, mass)
+    shift = np.append(shift, 0.0)
+    atoms = Atoms(shift, np.append(mass, max(0.0, 1 - float(mass.sum()))))
+    return HalfLines(atoms, atoms, 1.0, -1.0 if is_mirrored else 0.0)
 
 
-def _statistics(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Iterator[_Statistic]:
+def _statistics(event: DiceSgdDpEvent, is_mirrored: bool) -> Iterator[tuple[HalfLines, float]]:
+    """Sums (with signs) of updates, and how likely the other records do not play their part."""
     steps, radius = event.num_steps, event.error_clip_norm
-    mirrored = relation is NeighboringRelation.REPLACE_ONE
     step = min(event.clip_norm, event.gradient_bound) / event.batch_size
     deposit = max(0.0, event.gradient_bound - event.clip_norm) / event.batch_size
+    whole = event.noise_std * math.sqrt(steps)
     count, mass = _count_law(event, steps)
-    yield _Statistic(step * count, mass, steps, mirrored, "its clipped gradients")
+    yield _half_lines(step * count, mass, whole, is_mirrored), 0.0
     if steps == 1:
         return
     first = _first_inclusion(event)
     after = np.arange(steps - 1, -1, -1)
     if not event.automatic and deposit > 0:
         count, mass = _count_law(event, steps - 1)
-        shift = (step + min(deposit, radius)) * count
-        yield _Statistic(shift, mass, steps, mirrored, "what each leaves in the error")
+        yield _half_lines((step + min(deposit, radius)) * count, mass, whole, is_mirrored), 0.0
         if deposit < radius * (steps - 1):
             shift = step + np.minimum(deposit, radius * after)
-            yield _Statistic(shift, first, steps, mirrored, "what the first leaves in the error")
+            yield _half_lines(shift, first, whole, is_mirrored), 0.0
         else:
             for start in _starts(first):
                 shift = radius * np.minimum(after, steps - start)
-                text = f"saturated error, from step {start + 1} on"
-                yield _Statistic(shift, first, steps - start, mirrored, text)
+                unit = event.noise_std * math.sqrt(steps - start)
+                yield _half_lines(shift, first, unit, is_mirrored), 0.0
     if event.batch_size == 1:  # the first batch may hold no other record
         return
     opposed = event.automatic and event.gradient_bound > event.clip_norm
@@ -155,8 +140,7 @@ def _statistics(event: DiceSgdDpEvent, relation: NeighboringRelation) -> Iterato
             failure = (1 - event.sampling_probability) ** (event.dataset_size - 1)
         for start in sorted({max(1, start) for start in _starts(first)}):
             shift = 2 * radius * np.minimum(after, steps - start)
-            text = f"opposite errors, from step {start + 1} on"
-            yield _Statistic(shift, first, steps - start, False, text, failure)
+            yield _half_lines(shift, first, event.noise_std * math.sqrt(steps - start)), failure
 
 
 def _starts(first: np.ndarray) -> list[int]:
