@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import html
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -285,12 +286,8 @@ class Guarantee:
         Args:
             delta: Where epsilon is read.
         """
-        rows = dict(self._facts(delta))
-        if self.event is not None:
-            rows["what ran"] = repr(self.event)
-        rows["computed by"] = f"hidden-state-accountants {_version()}"
         lines = ["## Privacy", "", "| | |", "|---|---|"]
-        lines += [f"| {label} | {_cell(text)} |" for label, text in rows.items()]
+        lines += [f"| {label} | {_cell(text)} |" for label, text in self._rows(delta)]
         for status, words in _VOUCHED.items():
             texts = [f"- {text}" for text in self._texts(status)]
             lines += ["", f"**{words}**", "", *texts] if texts else []
@@ -311,6 +308,20 @@ class Guarantee:
             raise ValueError(f"Expected a path that ends in .json, got {str(path)!r}.")
         file.write_text(self.to_json(delta) + "\n", encoding="utf-8")
         file.with_suffix(".md").write_text(self.to_markdown(delta), encoding="utf-8")
+
+    def _repr_html_(self) -> str:
+        rows = (f"<tr><th>{k}</th><td>{html.escape(v)}</td></tr>" for k, v in self._rows(_DELTA))
+        parts = ["<table>", *rows, "</table>"]
+        for status, words in _VOUCHED.items():
+            texts = [f"<li>{html.escape(text)}</li>" for text in self._texts(status)]
+            parts += [f"<p>{words}</p><ul>", *texts, "</ul>"] if texts else []
+        return "\n".join(parts)
+
+    def _rows(self, delta: float) -> Iterator[tuple[str, str]]:
+        yield from self._facts(delta)
+        if self.event is not None:
+            yield "what ran", repr(self.event)
+        yield "computed by", f"hidden-state-accountants {_version()}"
 
     def _texts(self, status: Status) -> Iterator[str]:
         return (a.text for a in self.assumptions if a.status is status)

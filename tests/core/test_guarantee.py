@@ -1,6 +1,7 @@
 """What a guarantee says, and what it is good for beside epsilon."""
 
 import copy
+import html
 import json
 import pickle
 
@@ -103,15 +104,18 @@ class TestForms:
         with pytest.raises(ValueError, match=r"Expected a path that ends in \.json"):
             found.save(tmp_path / "model.pt")
 
-    def test_model_card(self):
+    def test_model_card_and_notebook(self):
         claimed = attrs.evolve(guarantee(cyclic_run()), caveat="c < 1 | d")
-        card = claimed.to_markdown(1e-6)
+        card, shown = claimed.to_markdown(1e-6), claimed._repr_html_()
         assert f"| epsilon at delta 1e-06 | {text_up(claimed.epsilon(1e-6), 6)} |" in card
         assert "| NOT PROVEN | c < 1 \\| d |" in card
         for text in (claimed.theorem, "REPLACE_SPECIAL", "LastIterateDpEvent(", hsa.__version__):
             assert text in card
+            assert html.escape(text) in shown
+        assert "<td>c &lt; 1 | d</td>" in shown
         for assumption in claimed.assumptions:
             assert f"- {assumption.text}\n" in card
+            assert f"<li>{html.escape(assumption.text)}</li>" in shown
 
 
 def test_what_holds_for_all_iterates_rests_on_hidden_ones_at_no_delta():
