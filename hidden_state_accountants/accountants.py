@@ -136,12 +136,7 @@ class _LastIterateBase(dp_accounting.PrivacyAccountant):
     def compose(self, event: dp_accounting.DpEvent, count: int = 1) -> Any:
         """Accounts for `count` runs of `event`, each on its own; a failure changes nothing.
 
-        Args:
-            event: A `LastIterateDpEvent`, a standard event, or a composition of those.
-            count: Number of runs.
-
         Raises:
-            TypeError: `event` is not a DpEvent or `count` not an int.
             UnsupportedRunError: No bound covers the event; the text names the condition.
         """
         try:
@@ -293,12 +288,7 @@ class _PaperAccountant(BoundAccountant):
 
 
 class ShiftedInterpolationAccountant(_PaperAccountant):
-    """Theorem A alone (`bounds.ShiftedInterpolation`).
-
-    Args:
-        neighboring_relation: See `LastIterateAccountant`.
-        analysis: "sound"; there is no other.
-    """
+    """Theorem A alone (`bounds.ShiftedInterpolation`); its only `analysis` is "sound"."""
 
     _bound_type = ShiftedInterpolation
 
@@ -306,34 +296,28 @@ class ShiftedInterpolationAccountant(_PaperAccountant):
 class LangevinAccountant(_PaperAccountant):
     """Chourasia, Ye, Shokri 2021 (arXiv 2102.05855) alone (`bounds.Langevin`).
 
-    Args:
-        neighboring_relation: See `LastIterateAccountant`.
-        analysis: "sound" is what Theorem A proves of the paper's runs, from a fixed start;
-            "published" is Corollary 1.
+    `analysis="sound"` is what Theorem A proves of the paper's runs, from a fixed start; "published"
+    is Corollary 1.
     """
 
     _bound_type = Langevin
 
 
 class ChienLiAccountant(_PaperAccountant):
-    """Chien & Li 2024 (arXiv 2410.01068) alone (`bounds.ChienLi`).
+    """Chien & Li 2024 (arXiv 2410.01068) alone (`bounds.ChienLi`); its relation is REPLACE_ONE.
 
-    Args:
-        neighboring_relation: See `LastIterateAccountant`. The paper's is REPLACE_ONE.
-        analysis: "sound" is what Theorem A proves of the paper's runs; "published" reads
-            WITHOUT_REPLACEMENT batches by Theorem 3.12, which is false and warns.
+    `analysis="sound"` is what Theorem A proves of the paper's runs; "published" reads
+    WITHOUT_REPLACEMENT batches by Theorem 3.12, which is false and warns.
     """
 
     _bound_type = ChienLi
 
 
 class KongRiberoAccountant(_PaperAccountant):
-    """Kong & Ribero 2025 (arXiv 2407.05237) alone (`bounds.KongRibero`).
+    """Kong & Ribero 2025 (arXiv 2407.05237) alone (`bounds.KongRibero`); it has REPLACE_ONE.
 
-    Args:
-        neighboring_relation: See `LastIterateAccountant`. The paper's is REPLACE_ONE.
-        analysis: "sound" is what Theorem A proves of the paper's runs; "published" are the formulas
-            as stated, of which Theorem 2.2 is false under clipping and warns.
+    `analysis="sound"` is what Theorem A proves of the paper's runs; "published" are the formulas as
+    stated, of which Theorem 2.2 is false under clipping and warns.
     """
 
     _bound_type = KongRibero
@@ -342,11 +326,9 @@ class KongRiberoAccountant(_PaperAccountant):
 class BlockCoordinateAccountant(_PaperAccountant):
     """Runs of `BlockCoordinateDpEvent` alone (`bounds.BlockCoordinate`).
 
-    Args:
-        neighboring_relation: See `LastIterateAccountant`. It decides how far one clipped record
-            moves a sum; a declared gradient_sensitivity is read as that of this relation.
-        analysis: "sound", or "published" for Chen & Liu 2025 (arXiv 2407.08233), Theorem 4.6, which
-            is false in general and warns.
+    The relation decides how far one clipped record moves a sum; a declared gradient_sensitivity is
+    read as that of this relation. `analysis="sound"`, or "published" for Chen & Liu 2025 (arXiv
+    2407.08233), Theorem 4.6, which is false in general and warns.
     """
 
     _bound_type = BlockCoordinate
@@ -355,10 +337,8 @@ class BlockCoordinateAccountant(_PaperAccountant):
 class DiceSgdAccountant(_PaperAccountant):
     """Runs of `DiceSgdDpEvent` alone (`bounds.DiceSgd`).
 
-    Args:
-        neighboring_relation: See `LastIterateAccountant`.
-        analysis: "sound", or "published" for Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632),
-            Theorem 3.7, which is false and warns.
+    `analysis="sound"`, or "published" for Zhang, Bu, Wu, Hong 2024 (arXiv 2311.14632), Theorem 3.7,
+    which is false and warns.
     """
 
     _bound_type = DiceSgd

@@ -10,7 +10,6 @@ import attrs
 import numpy as np
 from dp_accounting import DpEvent, NeighboringRelation
 
-from hidden_state_accountants import validate
 from hidden_state_accountants.accountants import LastIterateAccountant, compose_guarantees
 from hidden_state_accountants.best_bound import best_guarantee
 from hidden_state_accountants.bounds.chen_liu_2025 import BlockCoordinate
@@ -20,7 +19,7 @@ from hidden_state_accountants.events.block_coordinate import BlockCoordinateDpEv
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
 from hidden_state_accountants.figures import fixed_up, text_up
-from hidden_state_accountants.guarantee import Assumption, Guarantee, Status, group_guarantee
+from hidden_state_accountants.guarantee import Guarantee, Status, group_guarantee
 from hidden_state_accountants.process.groups import run_of_groups
 from hidden_state_accountants.process.noisy_process import process_of
 
@@ -38,16 +37,22 @@ Facts = Iterable[tuple[str, str]]
 """Labels and texts of lines."""
 
 
-class Statement:
-    """Statement of what was run, what is proved of it, and what has to be true for that.
+def privacy_statement(
+    events: Sequence[DpEvent],
+    guarantee: Guarantee,
+    delta: float,
+    beside: DpEvent | None = None,
+    **notes: Any,
+) -> str:
+    """Returns what was run, what is proved of it, and what has to be true for that.
 
-    Of several runs the epsilons and the theorem are those of all together, the rest is about the
-    last one.
+    About a dozen lines "label: text" to paste, and the assumptions of the guarantee, one a line. Of
+    several runs the epsilons and the theorem are those of all together, the rest is about the last
+    one.
 
     Args:
-        events: The runs, in order.
+        events: The runs, in order; at least one.
         guarantee: Guarantee of all of them together.
-        assumptions: What has to be true; those of the guarantee, with what an adapter adds.
         delta: Where epsilon is read, in [0, 1].
         beside: What else was released of the same records, if `guarantee` is about it as well.
         **notes: What the events do not say: `microbatch`, the examples of a record of a
@@ -56,71 +61,47 @@ class Statement:
             has no use for are left out.
 
     Raises:
-        TypeError: One of the events is not that of a run, or `delta` is no number.
-        ValueError: `delta` is not in [0, 1], or there is no event.
+        TypeError: One of the events is not that of a run.
     """
+    title, theory, facts = [description_of(event) for event in events][-1]
+    several = len(events) > 1
+    rows = [
+        ("neighboring relation", guarantee.relation),
+        ("theorem", guarantee.theorem + (f" ({theory})" if theory else "")),
+    ]
+    if guarantee.curve.mu is not None:
+        rows.append(("mu (Gaussian differential privacy)", text_up(guarantee.curve.mu, 6)))
+    if guarantee.caveat:
+        rows.append(("NOT PROVEN", guarantee.caveat))
+    if not all(isinstance(event, DiceSgdDpEvent) for event in events):
+        every = _epsilon_of_every_iterate(events, guarantee, delta, beside)
+        rows.append(("epsilon if every iterate were released", every))
+    rows += facts(events[-1], guarantee.neighboring_relation, **notes)
+    if several:
+        rows.append(("runs", f"{len(events)}; {_ABOUT_SEVERAL}"))
+    lines = [
+        f"{title} ({len(events)} runs)" if several else title,
+        f"epsilon = {fixed_up(guarantee.epsilon(delta), 4)} at delta = {delta:g}",
+        *(f"{label}: {text}" for label, text in rows),
+    ]
+    for status, label in _LABELS.items():
+        texts = [f"  - {a.text}" for a in guarantee.assumptions if a.status is status]
+        lines += [f"{label}:", *texts] if texts else []
+    return "\n".join(lines)
 
-    def __init__(
-        self,
-        events: Sequence[DpEvent],
-        guarantee: Guarantee,
-        assumptions: Sequence[Assumption],
-        delta: float,
-        beside: DpEvent | None = None,
-        **notes: Any,
-    ):
-        if not events:
-            raise ValueError("Expected the event of at least one run, got none.")
-        self.events, self.guarantee, self.assumptions = events, guarantee, assumptions
-        self.delta, self.beside, self.notes = validate.target_delta(delta), beside, notes
-        self._title, self._theory, self._facts = [description_of(event) for event in events][-1]
 
-    def lines(self) -> str:
-        """About a dozen lines "label: text" to paste, and the assumptions, one a line."""
-        guarantee, several = self.guarantee, len(self.events) > 1
-        title = f"{self._title} ({len(self.events)} runs)" if several else self._title
-        return "\n".join(
-            [
-                title,
-                f"epsilon = {fixed_up(guarantee.epsilon(self.delta), 4)} at delta = {self.delta:g}",
-                *(f"{label}: {text}" for label, text in self._rows()),
-                *self._assumptions(),
-            ]
-        )
-
-    def _rows(self) -> Facts:
-        guarantee = self.guarantee
-        yield "neighboring relation", guarantee.relation
-        yield "theorem", guarantee.theorem + (f" ({self._theory})" if self._theory else "")
-        if guarantee.curve.mu is not None:
-            yield "mu (Gaussian differential privacy)", text_up(guarantee.curve.mu, 6)
-        if guarantee.caveat:
-            yield "NOT PROVEN", guarantee.caveat
-        if not all(isinstance(event, DiceSgdDpEvent) for event in self.events):
-            every = self._epsilon_of_every_iterate()
-            text = "not computed" if every is None else fixed_up(every, 4)
-            yield "epsilon if every iterate were released", text
-        yield from self._facts(self.events[-1], guarantee.neighboring_relation, **self.notes)
-        if len(self.events) > 1:
-            yield "runs", f"{len(self.events)}; {_ABOUT_SEVERAL}"
-
-    def _epsilon_of_every_iterate(self) -> float | None:
-        relation, size = self.guarantee.neighboring_relation, self.guarantee.group_size
-        events = [run_of_groups(event, relation, size) for event in self.events]
-        guarantees = [with_every_iterate(event, relation) for event in events]
-        if self.beside is not None:
-            guarantees.append(LastIterateAccountant(relation).compose(self.beside).guarantee)
-        covered = [guarantee for guarantee in guarantees if guarantee is not None]
-        if len(covered) < len(guarantees):
-            return None
-        return group_guarantee(compose_guarantees(covered, relation), size).epsilon(self.delta)
-
-    def _assumptions(self) -> Iterable[str]:
-        """The assumptions by their status, one a line."""
-        for status, label in _LABELS.items():
-            texts = [f"  - {a.text}" for a in self.assumptions if a.status is status]
-            if texts:
-                yield "\n".join([f"{label}:", *texts])
+def _epsilon_of_every_iterate(
+    events: Sequence[DpEvent], guarantee: Guarantee, delta: float, beside: DpEvent | None
+) -> str:
+    relation, size = guarantee.neighboring_relation, guarantee.group_size
+    found = [with_every_iterate(run_of_groups(e, relation, size), relation) for e in events]
+    if beside is not None:
+        found.append(LastIterateAccountant(relation).compose(beside).guarantee)
+    covered = [each for each in found if each is not None]
+    if len(covered) < len(found):
+        return "not computed"
+    together = group_guarantee(compose_guarantees(covered, relation), size)
+    return fixed_up(together.epsilon(delta), 4)
 
 
 def with_every_iterate(event: Any, relation: NeighboringRelation) -> Guarantee | None:

@@ -258,6 +258,13 @@ class TestAsComposition:
         mu = math.sqrt(3 * 1.0 + 2 * 0.25)  # the last of the six participations has no effect
         assert event.as_composition().noise_multiplier == pytest.approx(1 / mu)
 
+    def test_worst_position_of_a_schedule(self):
+        noise = np.full(24, 2.0)
+        noise[1::4] = 1.0
+        assert cyclic_run(noise_multiplier=noise).as_composition().noise_multiplier == (
+            pytest.approx(1 / math.sqrt(6))
+        )
+
     def test_reshuffled_takes_the_worst_step_of_every_epoch(self):
         noise = np.full(24, 2.0)
         noise[[0, 5, 10]] = 1.0

@@ -17,7 +17,7 @@ from hidden_state_accountants.curves.base import BestOfCurves, GaussianCurve
 from hidden_state_accountants.curves.transformed import GroupCurve
 from hidden_state_accountants.process.groups import run_of_groups
 from hidden_state_accountants.process.noisy_process import noisy_process
-from hidden_state_accountants.runs.statement import Statement
+from hidden_state_accountants.runs.statement import privacy_statement
 
 ADD, SPECIAL, ONE = (
     NeighboringRelation.ADD_OR_REMOVE_ONE,
@@ -120,6 +120,7 @@ class TestDataSetsBetween:
         changed=st.lists(st.floats(0.2, 1.0), min_size=4, max_size=4),
     )
     @example(relation=ONE, size=4, curvatures=[0.6] * 4, changed=[1.0] * 4)
+    @example(relation=SPECIAL, size=5, curvatures=[0.2] * 4, changed=[0.2] * 4)
     def test_moduli(self, relation, size, curvatures, changed):
         """Quadratics in one dimension: a batch of four of a data set on the way."""
         loss = hsa.LossGeometry.strongly_convex(1.0, 0.2, lipschitz=1.0)
@@ -204,13 +205,12 @@ class TestEverywhere:
         statements = []
         for size in (1, 3):
             found = group(event, SPECIAL, size)
-            statements.append(Statement([event], found, found.assumptions, 1e-5))
+            statements.append(privacy_statement([event], found, 1e-5))
         plain, users = statements
-        assert "REPLACE_SPECIAL, groups of 3" in users.lines()
-        assert "one person has at most 3 records" in users.lines()
-        assert "groups" not in plain.lines()
+        assert "REPLACE_SPECIAL, groups of 3" in users
+        assert "one person has at most 3 records" in users
+        assert "groups" not in plain
         released = [
-            float(s.lines().split("every iterate were released: ")[1].split()[0])
-            for s in statements
+            float(s.split("every iterate were released: ")[1].split()[0]) for s in statements
         ]
         assert released[1] > 3 * released[0]

@@ -245,6 +245,11 @@ class TestLimits:
 
 
 class TestReleases:
+    def test_cyclic_every_step(self):
+        event = cyclic_run(release_steps=range(1, 24))
+        mu = hsa.ShiftedInterpolationAccountant().compose(event).guarantee.mu
+        assert mu == pytest.approx(math.sqrt(6) / 2, rel=1e-12)
+
     @pytest.mark.parametrize("schedule", [False, True])
     def test_segments_add_up(self, schedule):
         rates = np.linspace(0.5, 0.2, 24) if schedule else np.full(24, 0.5)

@@ -26,7 +26,7 @@ from hidden_state_accountants.guarantee import (
     merge_assumptions,
     replace_assumptions,
 )
-from hidden_state_accountants.runs.statement import Statement
+from hidden_state_accountants.runs.statement import privacy_statement
 from hidden_state_adapters.calibration import calibrate_noise_after
 from hidden_state_adapters.opacus.accountant import MECHANISM, HiddenStateAccountant
 from hidden_state_adapters.opacus.composed import ComposedOptimizer
@@ -424,7 +424,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         if self._run is not None:
             optimizer = self._run.optimizer
             notes = {"update_rule": optimizer.update_rule, "update": optimizer.why_composition}
-        lines = [Statement(events, guarantee, guarantee.assumptions, delta, **notes).lines()]
+        lines = [privacy_statement(events, guarantee, delta, **notes)]
         if len(events) == 1:
             lines += report_lines(events[0], guarantee.neighboring_relation, delta)
         return "\n".join(lines)

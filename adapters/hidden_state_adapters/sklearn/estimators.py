@@ -13,7 +13,7 @@ from sklearn.utils.validation import check_array, check_is_fitted, validate_data
 from hidden_state_accountants import Assumption, Guarantee, validate
 from hidden_state_accountants.guarantee import Topic
 from hidden_state_accountants.ledger import active_budget
-from hidden_state_accountants.runs.statement import Statement
+from hidden_state_accountants.runs.statement import privacy_statement
 from hidden_state_adapters.own_noise import OwnGenerator
 from hidden_state_adapters.public_numbers import warn_of_longest
 from hidden_state_adapters.recipe import (
@@ -330,10 +330,9 @@ class PrivateLinearModel(BaseEstimator):
         """A statement to paste: epsilon, relation, theorem, run and assumptions."""
         guarantee, run = self.guarantee_, self._recipe.run
         momentum = f", momentum {run.momentum:g} (on what is released already, so at no cost)"
-        text = Statement(
+        text = privacy_statement(
             [run.event],
             guarantee,
-            guarantee.assumptions,
             self.delta,
             beside=self._recipe.beside,
             update=f"{run.event.num_steps} steps along the sum of all records' gradients, each cut "
@@ -341,7 +340,7 @@ class PrivateLinearModel(BaseEstimator):
             f"deviation {run.event.noise_std_on_sum()[0]:.4g} in every weight, over the number of "
             f"records; learning rate {run.event.learning_rate:g}{momentum}; Gaussian "
             "releases, whose squared mu add up",
-        ).lines()
+        )
         return f"{text}\nfits: {self._fits}"
 
 

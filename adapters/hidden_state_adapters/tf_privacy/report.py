@@ -20,7 +20,7 @@ from hidden_state_accountants import (
 from hidden_state_accountants.advice import report_lines
 from hidden_state_accountants.bounds.assumptions import OF_EVERY_RUN
 from hidden_state_accountants.guarantee import merge_assumptions, replace_assumptions
-from hidden_state_accountants.runs.statement import Statement
+from hidden_state_accountants.runs.statement import privacy_statement
 from hidden_state_adapters.public_numbers import warn_of_delta
 from hidden_state_adapters.tf_privacy.record import FOREIGN_LOOP, RecordedRun
 
@@ -254,15 +254,14 @@ class PrivacyReport:
         record = self._recorded()
         record.check_iterate()
         algorithm = record.optimizer
-        statement = Statement(
+        statement = privacy_statement(
             record.events(),
-            record.guarantee(),
-            self.assumptions,
+            attrs.evolve(record.guarantee(), assumptions=self.assumptions),
             validate.target_delta(delta),
             microbatch=algorithm.examples_of_record,
             update_rule=algorithm.update.name,
         )
-        return "\n".join(filter(None, [statement.lines(), *_advice(record, delta), record.note]))
+        return "\n".join(filter(None, [statement, *_advice(record, delta), record.note]))
 
     def __getstate__(self) -> Any:
         raise UnsupportedRunError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import attrs
 from dp_accounting import NeighboringRelation
 
 from hidden_state_accountants import (
@@ -12,7 +13,7 @@ from hidden_state_accountants import (
     validate,
 )
 from hidden_state_accountants.bounds.assumptions import OF_EVERY_RUN
-from hidden_state_accountants.runs.statement import Statement, description_of
+from hidden_state_accountants.runs.statement import description_of, privacy_statement
 
 
 def compute_last_iterate_privacy_statement(
@@ -41,5 +42,5 @@ def compute_last_iterate_privacy_statement(
         raise TypeError(text) from error
     accountant = LastIterateAccountant(validate.neighboring_relation(neighboring_relation))
     guarantee = accountant.compose(event).guarantee
-    assumptions = (*OF_EVERY_RUN, *guarantee.assumptions)
-    return Statement([event], guarantee, assumptions, delta).lines()
+    guarantee = attrs.evolve(guarantee, assumptions=(*OF_EVERY_RUN, *guarantee.assumptions))
+    return privacy_statement([event], guarantee, delta)
