@@ -245,11 +245,6 @@ class TestLimits:
 
 
 class TestReleases:
-    def test_cyclic_every_step(self):
-        event = cyclic_run(release_steps=range(1, 24))
-        mu = hsa.ShiftedInterpolationAccountant().compose(event).guarantee.mu
-        assert mu == pytest.approx(math.sqrt(6) / 2, rel=1e-12)
-
     @pytest.mark.parametrize("schedule", [False, True])
     def test_segments_add_up(self, schedule):
         rates = np.linspace(0.5, 0.2, 24) if schedule else np.full(24, 0.5)
@@ -266,6 +261,15 @@ class TestReleases:
                 start = end
             whole = cyclic_run(learning_rate=rates, release_steps=ends[:-1])
             assert mu_at(whole, position) ** 2 == pytest.approx(total, rel=1e-11)
+
+    @pytest.mark.parametrize("diameter", [math.inf, 0.15])
+    @pytest.mark.parametrize("schedule", [False, True])
+    def test_worst_position_with_releases(self, diameter, schedule):
+        rates = np.linspace(0.5, 0.2, 24) if schedule else 0.5
+        make = {"learning_rate": rates, "release_steps": (3, 4, 11), "domain_diameter": diameter}
+        event = cyclic_run(**make)
+        worst = hsa.ShiftedInterpolationAccountant().compose(event).guarantee.mu
+        assert worst == pytest.approx(max(mu_at(event, p) for p in range(4)), rel=1e-12)
 
 
 PARAMETERS = {
