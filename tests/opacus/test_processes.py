@@ -144,11 +144,6 @@ def test_a_step_that_all_know_to_be_none_ends_nothing(two):
     assert all(has_epsilon for _, has_epsilon in outcomes)
 
 
-def test_a_loop_that_averages_gradients_itself_changes_nothing(two, of_one):
-    for weights in two.call("averages_gradients"):
-        assert weights == pytest.approx(of_one["cyclic"], abs=1e-6)
-
-
 @pytest.mark.parametrize(
     ("options", "others", "name"),
     [

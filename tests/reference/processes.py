@@ -395,20 +395,6 @@ def _outcome_of_start(made):
     return "nothing"
 
 
-def averages_gradients():
-    """A loop that averages what it should not: .grad, before and after the step."""
-    from opacus.distributed import average_gradients
-
-    run = Training(grad_sample_mode="hooks", loss_geometry=None, feature_norm=None)
-    for _ in range(2):
-        for batch in run.loader:
-            run.backward(batch)
-            average_gradients(run.inner)
-            run.optimizer.step()
-            average_gradients(run.inner)
-    return run.weights
-
-
 def tells(what):
     """Process 1 releases, or looks; what process 0 knows of it after the next step."""
     run = Training(noise_multiplier=1.0)

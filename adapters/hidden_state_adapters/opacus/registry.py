@@ -196,12 +196,14 @@ class AccountedRun:
         """Restores a `state_dict` into a run without steps; a ValueError changes nothing."""
         self.recorder.load_state_dict(state)
         self.assume(*declared_by(state))
-        self.id = state["run_id"]
+        self.id = state.get("run_id", self.id)
 
     @classmethod
     def ended(cls, state: Mapping[str, Any]) -> AccountedRun:
         """Returns the run that a `state_dict` is of; it takes no further steps."""
-        return cls(run_of(state), declared_by(state), id=state["run_id"])
+        run = cls(run_of(state), declared_by(state))
+        run.id = state.get("run_id", run.id)  # version 0.1.0 had none for stock engines
+        return run
 
 
 def declared_texts(assumptions: Iterable[Assumption]) -> list[str]:
