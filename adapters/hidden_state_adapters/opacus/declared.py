@@ -121,12 +121,7 @@ class RunArguments:
         return math.hypot(*norms) if isinstance(norms, list | tuple) else float(norms)  # type: ignore[arg-type]
 
     def check(self) -> None:
-        """Checks what the arguments say by themselves, and whether the mechanism takes them.
-
-        Raises:
-            TypeError, ValueError: One has an impossible value.
-            UnsupportedRunError: The run could not be checked or accounted.
-        """
+        """Checks what the arguments say by themselves, and whether the mechanism takes them."""
         mechanism = self.optimizer_class
         for argument, reason in mechanism.refused.items():
             value = getattr(self, argument)
@@ -287,12 +282,7 @@ class DeclaredRun:
         relation: NeighboringRelation,
         group: ProcessGroup | None = None,
     ) -> DeclaredRun:
-        """Checks arguments and derives what follows; nothing is changed.
-
-        Raises:
-            TypeError, ValueError: An argument has an impossible value.
-            UnsupportedRunError: The run could not be checked or accounted.
-        """
+        """Checks arguments and derives what follows; nothing is changed."""
         arguments.check()
         _check_relation(arguments, relation)
         inner, optimizer = unwrapped(arguments)

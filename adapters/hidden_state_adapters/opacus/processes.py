@@ -85,11 +85,7 @@ class ProcessGroup:
     def agreed(
         self, prepare: Callable[[], _T], fields: Callable[[_T], Mapping[str, Any]] | None = None
     ) -> _T:
-        """Returns what `prepare` returns, if it raises nowhere and its `fields` are equal in all.
-
-        Raises:
-            UnsupportedRunError: `prepare` raised in another process, or a field differs.
-        """
+        """Returns what `prepare` does, if it raises nowhere and its `fields` are equal in all."""
         made: Any = None
         problem, described = None, {}
         try:
@@ -207,11 +203,7 @@ def num_processes(optimizer: Any = None) -> int:
 
 
 def trains_together(module: nn.Module, distributed: bool | None) -> bool:
-    """Tells whether several processes are to train a module together.
-
-    Raises:
-        UnsupportedRunError: They cannot, or nobody said whether they do.
-    """
+    """Tells whether several processes are to train a module together."""
     kind, count = type(module).__name__, num_processes()
     if "FSDP" in kind:
         raise UnsupportedRunError(

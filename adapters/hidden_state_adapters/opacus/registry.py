@@ -63,11 +63,7 @@ class DeclaredSchedule:
 
     @classmethod
     def of(cls, schedule: Any, num_steps: int | None) -> DeclaredSchedule:
-        """Reads the arguments of `make_private`.
-
-        Raises:
-            TypeError, ValueError: They have an impossible value, or differ in length.
-        """
+        """Reads the arguments of `make_private`."""
         if num_steps is not None:
             num_steps = validate.integer("num_steps", num_steps, minimum=1)
         if schedule is None:
@@ -95,12 +91,7 @@ class DeclaredSchedule:
         return Schedule.from_sequence(rates[:num_steps] * scale, "learning_rate")
 
     def at_rate_of(self, optimizer: Optimizer) -> DeclaredSchedule:
-        """Returns the schedule for which noise is found: without declared rates that of the moment.
-
-        Raises:
-            UnsupportedRunError: A scheduler of torch's is on the optimizer, and no learning rates
-                were declared.
-        """
+        """Returns the schedule that noise is found for; undeclared rates are those of now."""
         if self.learning_rates is not None:
             return self
         first = optimizer.param_groups[0]
@@ -248,11 +239,7 @@ class Lineage:
         return list, (list(self),)
 
     def missing(self, module: nn.Module) -> list[PastRun]:
-        """Returns the runs behind weights, trained or frozen, that are not among these.
-
-        Raises:
-            UnsupportedRunError: Weights of the middle of a run were not released there.
-        """
+        """Returns the runs behind weights, trained or frozen, that are not among these."""
         others = (each for each in _lineages(module) if each is not self)
         pasts = [past for each in others for past in each if past["run_id"] != self.id]
         newest = {past["run_id"]: past for past in sorted(pasts, key=_num_steps)}

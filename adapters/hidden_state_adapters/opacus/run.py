@@ -162,13 +162,7 @@ class TrainingRun:
         return state
 
     def check_state(self, checkpoint: Mapping[str, Any], discard_later_steps: bool) -> None:
-        """Raises unless the run can go on from a checkpoint; nothing is changed.
-
-        Raises:
-            ValueError: It is of another run (the text names the field), or steps that were taken
-                after it would be forgotten.
-            UnsupportedRunError: The secret order or the error that it needs is missing.
-        """
+        """Raises unless the run can go on from a checkpoint; nothing is changed."""
         state = checkpoint.get(SECTION)
         runs = checkpoint["privacy_accountant_state_dict"].get("runs")
         if not isinstance(state, dict) or state.get("schema") != _SCHEMA or not runs:

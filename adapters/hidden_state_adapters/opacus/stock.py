@@ -135,10 +135,7 @@ class StockRun:
         return run
 
     def _start(self, *, is_calibrated: bool) -> None:
-        """Gives noise and Poisson batches generators of the run's own, but where the user gave one.
-
-        Opacus takes both from torch's default generator, which every script seeds.
-        """
+        """Gives noise and Poisson batches generators of their own; every script seeds torch's."""
         loader = self.data_loader
         if is_calibrated and poisson_rate(loader) > 1:
             raise UnsupportedRunError(
@@ -166,11 +163,7 @@ class StockRun:
         loss_geometry: LossGeometry | str | None,
         **declared: Any,
     ) -> AccountedRun:
-        """Reads loader and optimizer, and returns the record of the steps.
-
-        Where no last-iterate theorem covers the optimizer, only composition applies; a log line
-        says so.
-        """
+        """Reads loader and optimizer, and returns the record of the steps."""
         if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
             raise UnsupportedRunError(
                 "Expected neighboring_relation = REPLACE_SPECIAL or REPLACE_ONE, got "
@@ -265,10 +258,7 @@ class StockRun:
         return [_OWN_COINS] if is_own else []
 
     def _check_processes(self) -> None:
-        """Raises UnsupportedRunError for several processes whose batches together are not known.
-
-        Opacus' Poisson sampler makes one batch of theirs; of others a process sees its own only.
-        """
+        """Raises UnsupportedRunError for processes whose batches do not make one Poisson batch."""
         count = num_processes(self.optimizer)
         if count > 1 and not draws_from_shares(self.data_loader):
             raise UnsupportedRunError(
@@ -279,10 +269,8 @@ class StockRun:
 
 
 def _compared(name: str, given: Any, found: Any, words: str) -> Any:
-    """Returns a field of what a loader deals; raises UnsupportedRunError for another declared one.
-
-    Opacus rounds the batch size of Poisson batches, and a full batch is one of any fixed order.
-    """
+    """Returns a field of the loader; raises UnsupportedRunError for another declared one."""
+    # Opacus rounds the batch size of Poisson batches; a full batch is one of any fixed order.
     is_secret = (given, found) == (BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
     fits = given in (None, found) or (name == "batch_size" and "probability" in words)
     if is_secret or fits or (found is BatchOrder.FULL and given is not BatchOrder.POISSON):
