@@ -95,32 +95,24 @@ def twice(model, path):
     return tf.keras.models.load_model(path)
 
 
-@pytest.mark.parametrize("through", [twice])
-def test_row82_files_that_hold_the_optimizer_tell_another_process(
-    make_run, tmp_path, through, new_process
+@pytest.mark.parametrize(("through", "is_fresh"), [(twice, False), (h5, True), (keras, True)])
+def test_a_file_tells_of_the_run_whatever_the_model_is_compiled_with(
+    make_run, tmp_path, through, is_fresh, new_process
 ):
     run = trained(make_run)
     first = run.callback.privacy_event
-    model = through(run.model, str(tmp_path / "model"))
     new_process()
     again = make_run()
-    again.model = model
+    again.model = through(run.model, str(tmp_path / "model"))
+    if is_fresh:
+        compile_with(again, run_eagerly=True)
+    else:  # nothing but the optimizer tells
+        new_process()
     again.fit()
     check_composed(again, first)
 
 
-@pytest.mark.parametrize("through", [h5, keras])
-def test_a_file_tells_of_the_run_whatever_the_model_is_compiled_with(
-    make_run, tmp_path, through, new_process
-):
-    run = trained(make_run)
-    first = run.callback.privacy_event
-    new_process()
-    again = second_run(make_run, through(run.model, str(tmp_path / "model")))
-    check_composed(again, first)
-
-
-def weights(model, path):
+def weights(model):
     again = tf.keras.models.clone_model(model)
     again.set_weights(model.get_weights())
     return again
@@ -231,14 +223,13 @@ def test_a_run_that_was_only_constructed_hides_no_other(make_run):
         assert after.privacy_events == (event, after.privacy_event)
 
 
-@pytest.mark.parametrize("through", [keras])
-def test_a_file_tells_of_the_run_with_a_fresh_optimizer(make_run, tmp_path, through, new_process):
+def test_a_file_tells_of_the_run_with_a_fresh_optimizer(make_run, tmp_path, new_process):
     run = trained(make_run)
     first = run.callback.privacy_event
     again = make_run()
     again.model = run.model
     compile_with(again, run_eagerly=True)  # and no fit
-    again.model = through(run.model, str(tmp_path / "model"))
+    again.model = keras(run.model, str(tmp_path / "model"))
     new_process()
     again.optimizer = again.model.optimizer
     again.fit()
@@ -263,7 +254,7 @@ def test_a_deep_copy_of_a_layer(make_run, new_process):
 
 def test_weights_that_were_copied_as_numbers_are_an_assumption(make_run):
     run = trained(make_run)
-    again = second_run(make_run, weights(run.model, None))
+    again = second_run(make_run, weights(run.model))
     assert len(again.callback.privacy_events) == 1
     declared = [a.text for a in again.callback.assumptions if a.status is Status.DECLARED]
     assert any("no weights were trained on them before" in text for text in declared)

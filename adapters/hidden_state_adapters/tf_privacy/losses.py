@@ -215,24 +215,27 @@ def _rescue(problem: SoftmaxEnvelope, point: Point) -> Point:
     return Point(*(tf.where(is_solved, a, b) for a, b in zip(point, found, strict=True)))
 
 
-class _OfOneOutput(EnvelopeLoss):
+class _OfNumbers(EnvelopeLoss):
     _loss: ClassVar[Callable[..., tuple[Any, Any]]]
     _is_target: ClassVar[Any]
+    has_one_output: ClassVar[bool] = True
 
     def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        if predictions.shape[1:] not in ([], [1]):
+        kind, rows = type(self), tf.shape(predictions)[0]
+        if self.has_one_output and predictions.shape[1:] not in ([], [1]):
             raise ValueError(
                 "Expected predictions of one output, shape (examples,) or (examples, 1), got "
                 f"{predictions.shape[1:]} for each example."
             )
-        kind, targets = type(self), _shaped_like(predictions, targets)
+        targets = _shaped_like(predictions, targets)
         targets = tf.where(kind._is_target(targets), targets, math.nan)
-        values, gradients = kind._loss(TENSORFLOW, predictions, targets, **self._settings)
-        return tf.reshape(values, [-1]), gradients
+        z, t = (tf.transpose(tf.reshape(part, [rows, -1])) for part in (predictions, targets))
+        values, gradients = kind._loss(TENSORFLOW, z, t, **self._settings)
+        return tf.reshape(values, [-1]), tf.reshape(tf.transpose(gradients), tf.shape(predictions))
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
-class EnvelopeBinaryCrossentropy(_OfOneOutput):
+class EnvelopeBinaryCrossentropy(_OfNumbers):
     """The envelope of BinaryCrossentropy(from_logits=True) of one output.
 
     Called with targets in [0, 1] and logits, shape (examples,) or (examples, 1). Arguments and
@@ -246,7 +249,7 @@ class EnvelopeBinaryCrossentropy(_OfOneOutput):
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
-class EnvelopeHinge(_OfOneOutput):
+class EnvelopeHinge(_OfNumbers):
     """The envelope of the hinge loss, max(0, 1 - target * prediction), of one output.
 
     Called with targets -1 or 1 and predictions, shape (examples,) or (examples, 1). Arguments and
@@ -261,7 +264,7 @@ class EnvelopeHinge(_OfOneOutput):
 
 
 @tf.keras.utils.register_keras_serializable("hidden_state_adapters")
-class EnvelopeSquaredError(EnvelopeLoss):
+class EnvelopeSquaredError(_OfNumbers):
     """The envelope of (scale/2) |prediction - target|**2 of an example; any number of outputs.
 
     Called with targets and predictions, shape (examples,) or (examples, outputs). The squares of an
@@ -272,7 +275,10 @@ class EnvelopeSquaredError(EnvelopeLoss):
         scale: 1 for half the squared error; MeanSquaredError of one output has 2.
     """
 
+    has_one_output = False
     _geometry = LossGeometry.envelope_squared_error
+    _loss = scalar.squared_error
+    _is_target = staticmethod(tf.math.is_finite)
     _names = ("clip_norm", "smoothing", "scale")
 
     def __init__(
@@ -285,13 +291,6 @@ class EnvelopeSquaredError(EnvelopeLoss):
     ):
         super().__init__(clip_norm, smoothing, reduction, name)
         self.scale = self.curvature = validate.real("scale", scale, above=0)
-
-    def _evaluate(self, predictions: Any, targets: Any) -> tuple[Any, Any]:
-        rows = tf.shape(predictions)[0]
-        both = predictions, _shaped_like(predictions, targets)
-        z, t = (tf.transpose(tf.reshape(part, [rows, -1])) for part in both)
-        values, gradients = scalar.squared_error(TENSORFLOW, z, t, **self._settings)
-        return values, tf.reshape(tf.transpose(gradients), tf.shape(predictions))
 
 
 ENVELOPES = (
@@ -475,7 +474,7 @@ def _known_envelope(
     losses: RowLosses, kind: Any, activation: str, outputs: int, y: Any
 ) -> HeadLoss:
     _check_activation(activation, "linear", kind.__name__)
-    if outputs != 1 and issubclass(kind, _OfOneOutput):
+    if outputs != 1 and getattr(kind, "has_one_output", False):
         raise UnsupportedRunError(
             f"Expected one output for {kind.__name__}, got {outputs}. Use Dense(1)."
         )

@@ -34,10 +34,6 @@ from hidden_state_adapters.tf_privacy.settings import Settings
 _NAMES = tuple(field.name for field in attrs.fields(Settings))
 # In a configuration
 _CONFIG, _RULE, _RUNS = "hidden_state", "update_rule", "runs_behind_the_weights"
-_AFTER_RUNS = (
-    "The weights come from private runs, whose epsilon is what the model that was saved told: keep "
-    "its report. Call fit to train on; these runs are composed with the new one."
-)
 _OWN = ("fit", "train_step", "compute_loss", "train_on_batch")
 
 
@@ -104,10 +100,8 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
                     f"Expected {name} = None, got {weights!r}: weights are factors of the loss of "
                     "an example, of which there is one. Leave it out."
                 )
-        if steps_per_execution is not None:
-            steps_per_execution = validate.integer(
-                "steps_per_execution", steps_per_execution, minimum=1
-            )
+        if (pace := steps_per_execution) is not None:
+            pace = validate.integer("steps_per_execution", pace, minimum=1)
         if kwargs.get("from_serialized"):  # Keras reads an .h5 or a SavedModel
             optimizer = rule_of(self._loaded_rule, optimizer)
         rule, settings = rule_and_settings(optimizer, self._given)
@@ -117,12 +111,12 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
             metrics=metrics,
             jit_compile=False,  # of the rest of the step
             run_eagerly=bool(run_eagerly),
-            steps_per_execution=steps_per_execution or 1,
+            steps_per_execution=pace or 1,
             **kwargs,
         )
         self._rule, self._settings = rule, settings
         self._uses_xla = jit_compile not in (None, False, "auto")
-        self._given_pace = steps_per_execution
+        self._given_pace = pace
         self._run = None
 
     def fit(
@@ -352,8 +346,6 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
         settings, runs, rule = plain.pop(_CONFIG), plain.pop(_RUNS, ()), plain.pop(_RULE, {})
         model = cls._of_config(plain, custom_objects, settings)
         model.__dict__["_loaded_rule"] = rule  # past Keras' bookkeeping
-        if runs:
-            model.__dict__["_how_to_begin"] = _AFTER_RUNS
         return hang_loaded(model, past_runs(runs))
 
     @classmethod

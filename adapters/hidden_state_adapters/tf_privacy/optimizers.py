@@ -274,13 +274,12 @@ class PrivateOptimizer(legacy.Optimizer):
         optimizer.loaded_runs = notes
         return optimizer
 
-    def __deepcopy__(self, memo: Any) -> PrivateOptimizer:
-        """Returns a fresh optimizer with the same arguments: steps stay with the original."""
-        return type(self).from_config(self.get_config())
-
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copies and pickles the arguments only, likewise."""
+        """Copies and pickles the arguments only: steps stay with the original."""
         return type(self).from_config, (self.get_config(),)
+
+    def __deepcopy__(self, memo: Any) -> PrivateOptimizer:
+        return type(self).from_config(self.get_config())
 
 
 def _means(losses: tf.Tensor, records: int | None = None) -> tf.Tensor:
@@ -310,13 +309,10 @@ class CyclicDPKerasSGDOptimizer(PrivateOptimizer, legacy.SGD):
     Formal guarantees:
       - Of a step: as above; independent noise for every variable and step, from TensorFlow's
         generators (which are not cryptographic).
-      - Of a run: none by itself, because an optimizer does not see the order of the data.
-        `HiddenStateCallback` records it; or declare it as a `LastIterateDpEvent`.
+      - Of a run: those of the `LastIterateDpEvent` that `HiddenStateCallback` records, or that you
+        declare, because an optimizer does not see the order of the data.
       - Trusted, as of TensorFlow Privacy's optimizers: each entry of the loss is about one example,
         every update is applied, and nothing else moves the variables.
-      - The callback reads after every step its learning rate, rows and longest gradient, and ends
-        the run if one is not finite, or longer than `loss_geometry.lipschitz`. In a loop of your
-        own nobody does.
 
     Args:
         l2_norm_clip: Clip norm C, the bound on the norm of the gradient of one example, for all
@@ -438,7 +434,7 @@ class DiceKerasSGDOptimizer(DiceOptimizer, legacy.SGD):
         updates and all that is computed from them (momentum, learning rates) are released.
       - The error is in no file, config, pickle, copy or text. So a loaded or copied optimizer
         starts ANOTHER run without error; compose the events of both.
-      - Trusted, and read by the callback after every step: as of `CyclicDPKerasSGDOptimizer`.
+      - Trusted: as of `CyclicDPKerasSGDOptimizer`.
 
     Args:
         l2_norm_clip: Clip norm C_1 > 0.
@@ -493,10 +489,9 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
     does for one block: all trainable variables.
 
     Formal guarantees:
-      - Those of the `BlockCoordinateDpEvent` of the run, as of `BlockCoordinateUpdate`.
-        `HiddenStateCallback` records a fit; of a loop of your own declare the event.
-      - Trusted, and read by the callback after every step: as of `CyclicDPKerasSGDOptimizer`.
-        Within a run the blocks and their order are the same, or the step is refused.
+      - Those of the `BlockCoordinateDpEvent` that `HiddenStateCallback` records, or that you
+        declare. Within a run the blocks and their order are the same, or the step is refused.
+      - Trusted: as of `CyclicDPKerasSGDOptimizer`.
       - Declared by you: all else that is trained or changes is public, no layer mixes the examples
         of a batch, the loss is of one batch in all calls of a step.
 
