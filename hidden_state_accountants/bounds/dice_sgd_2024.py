@@ -47,6 +47,7 @@ from hidden_state_accountants.process.conditions import (
 )
 
 _RARE = 1e-10  # probability of more participations than a bound reckons with: added to delta
+# Of the noise variance, for the clipped gradient; Renyi orders that are quick, to choose one.
 _SHARES = (0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.995)
 _ORDERS = np.array([2.0, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128, 256])
 _HOPELESS = 1.5  # times the other bound's epsilon, by Renyi divergences: not worth evaluating

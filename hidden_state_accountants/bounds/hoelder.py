@@ -78,9 +78,8 @@ class Hoelder(HiddenStateBound):
         process = noisy_process(event, relation, is_linear=False)
         mus = mus_of(event, process, relation)
         curve: Curve = GaussianCurve(float(mus.max()))
-        if event.batch_order is BatchOrder.SHUFFLED_ONCE:
-            every = np.zeros(max(process.period, len(mus)))  # a run may end before a position
-            every[: len(mus)] = mus
+        if event.batch_order is BatchOrder.SHUFFLED_ONCE:  # which may end before a position
+            every = np.pad(mus, (0, process.period - len(mus)))
             curve = GaussianMixtureCurve(np.full(len(every), 1 / len(every)), every)
         return Proof(curve=curve, theorem=f"{self.cited('Theorem A')}, Hölder gradient")
 
@@ -92,13 +91,12 @@ def mus_of(
     known: dict[Hashable, float] = {}
     mus = []
     for holds in _patterns(event, process):
-        mu = 0.0
+        found = []
         for steps, key in _segments(process, holds):
             if key not in known:
-                problem = shift_problem(event, process, relation, steps, holds[steps])
-                known[key] = least_mu(problem)
-            mu = math.hypot(mu, known[key])
-        mus.append(mu)
+                known[key] = least_mu(shift_problem(event, process, relation, steps, holds[steps]))
+            found.append(known[key])
+        mus.append(math.hypot(*found))
     return np.array(mus)
 
 
@@ -127,15 +125,12 @@ def shift_problem(
 
 
 def _patterns(event: LastIterateDpEvent, process: NoisyProcess) -> Iterator[np.ndarray]:
-    """Yields which steps have the record: for the worst position, or all that are equally likely.
-
-    With a public order, constant parameters and one release the batch processed last is worst: the
-    shifts for it, moved to the left, serve every other position.
-    """
+    """Yields which steps have the record, for the worst position or all that are equally likely."""
     steps, period = np.arange(process.num_steps), process.period
     positions: Sequence[int] = process.positions
     is_public = event.batch_order is not BatchOrder.SHUFFLED_ONCE
     if is_public and process.is_constant and not process.release_steps and len(positions) > 1:
+        # The batch processed last: the shifts for it, moved to the left, serve every other one.
         positions = ((process.num_steps - 1) % period,)
     for position in positions:
         yield steps % period == position

@@ -22,7 +22,7 @@ from dp_accounting import NeighboringRelation
 from hidden_state_accountants.bounds.base import Citation, HiddenStateBound, Proof
 from hidden_state_accountants.bounds.solvers.shifts import least_mu_squared
 from hidden_state_accountants.curves.base import Curve, GaussianCurve
-from hidden_state_accountants.curves.by_profile import ProfileCurve, polygon_curve
+from hidden_state_accountants.curves.by_profile import ProfileCurve, lower_hull, polygon_curve
 from hidden_state_accountants.curves.gaussian import deltas_from_mu
 from hidden_state_accountants.curves.losses import UNIT
 from hidden_state_accountants.curves.profiles import Deltas, polygon
@@ -297,17 +297,8 @@ def _convex(epsilons: np.ndarray, deltas: np.ndarray) -> np.ndarray:
     values = np.minimum(deltas, 1.0)
     values[0] = min(values[0], float(np.min((x + 2 * values) / (x + 2))))
     values = np.minimum.accumulate(values)
-    corners: list[tuple[float, float]] = []
-    for point in zip(x.tolist(), values.tolist(), strict=True):
-        while len(corners) >= 2 and not _turns_up(corners[-2], corners[-1], point):
-            corners.pop()
-        corners.append(point)
-    hull = np.array(corners)
-    return np.asarray(np.interp(x, hull[:, 0], hull[:, 1]) * (1 + 64 * UNIT))
-
-
-def _turns_up(a: tuple[float, float], b: tuple[float, float], c: tuple[float, float]) -> bool:
-    return (b[1] - a[1]) * (c[0] - b[0]) < (c[1] - b[1]) * (b[0] - a[0])
+    hull = lower_hull(x, values)
+    return np.asarray(np.interp(x, x[hull], values[hull]) * (1 + 64 * UNIT))
 
 
 def _shortened(epsilons: np.ndarray, deltas: np.ndarray) -> StateProfile:

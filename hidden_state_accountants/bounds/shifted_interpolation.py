@@ -28,9 +28,9 @@ from hidden_state_accountants.bounds.solvers.shifts import (
     LONG,
     by_tails,
     least_mu_squared,
-    mu_squared_from_start,
     mu_squared_of_equal_steps,
 )
+from hidden_state_accountants.bounds.solvers.two_places import EpochSums
 from hidden_state_accountants.curves.base import GaussianCurve
 from hidden_state_accountants.events.batch_order import sensitivity_in_clip_norms
 from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
@@ -203,14 +203,13 @@ def _without_windows(
 ) -> np.ndarray:
     if process.is_constant:
         return _from_common_start(process, start, stop, positions)
-    by_step = mu_squared_from_start(process, start, stop)
-    if by_step is None:  # numbers out of range
+    sums = EpochSums.of(process, start, stop, growth=0.0)
+    if sums is None:  # numbers out of range
         steps = slice(start, stop)
         arrays = process.contraction[steps], process.noise_std[steps]
         each = (process.sensitivity_at(position, steps) for position in positions)
         return np.array([least_mu_squared(arrays[0], s, arrays[1]) for s in each])
-    offsets = (np.asarray(positions) - start) % process.period
-    return np.append(by_step, 0.0)[np.minimum(offsets, len(by_step))]
+    return np.array([sums.mu_squared({position: 1.0}) for position in positions])
 
 
 def _from_common_start(

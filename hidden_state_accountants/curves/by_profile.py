@@ -140,10 +140,11 @@ def hull_profile(*orders: tuple[np.ndarray, np.ndarray]) -> Profile:
 def lower_hull(x: np.ndarray, y: np.ndarray) -> list[int]:
     """The points of a polygon that lie below all others, of ascending x."""
     kept: list[int] = []
-    for i in range(len(x)):
+    points = list(zip(x.tolist(), y.tolist(), strict=True))
+    for i, (right, height) in enumerate(points):
         while len(kept) > 1:
-            a, b = kept[-2:]
-            if (y[b] - y[a]) * (x[i] - x[b]) <= (y[i] - y[b]) * (x[b] - x[a]):
+            (start, first), (middle, second) = points[kept[-2]], points[kept[-1]]
+            if (second - first) * (right - middle) <= (height - second) * (middle - start):
                 break
             kept.pop()
         kept.append(i)

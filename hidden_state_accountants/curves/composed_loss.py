@@ -66,6 +66,9 @@ class ComposedLoss:
 
     Args:
         parts: (loss, count) pairs, at least one; the count is how often the mechanism runs.
+
+    Attributes:
+        infinite: The mass of infinite losses.
     """
 
     def __init__(self, parts: Sequence[tuple[PrivacyLoss, int]]):
@@ -73,11 +76,7 @@ class ComposedLoss:
         if not all(loss.is_symmetric for loss, _ in parts):
             directions.append([(loss.backward, count) for loss, count in parts])
         self._directions = [_Direction(_on_a_grid(losses)) for losses in directions]
-
-    @property
-    def infinite(self) -> float:
-        """The mass of infinite losses."""
-        return max(direction.infinite for direction in self._directions)
+        self.infinite = max(direction.infinite for direction in self._directions)
 
     def least_epsilon(self, delta: float) -> float:
         """At most the epsilon, for a delta above that of infinite losses: Cantelli's bound."""
@@ -96,14 +95,10 @@ class _Direction:
     """The composed loss of one direction: bounds on delta, as far as anybody has asked for them."""
 
     def __init__(self, parts: Parts):
-        self._parts, self._grid = parts, parts.grid
+        self._parts, self._grid, self.infinite = parts, parts.grid, parts.infinite
         self._next = self._parts.rough_tilt(0.0)  # the deltas so far end at its mean
         self._deltas = np.empty(0)  # at the losses 0, grid, 2 grid, ...
         self._is_complete = self._parts.count > _MOST_COUNT  # no further ones can be found
-
-    @property
-    def infinite(self) -> float:
-        return self._parts.infinite
 
     def least_epsilon(self, delta: float) -> float:
         r"""By the mean m and the deviation s of the total loss L under a tilt.
@@ -146,7 +141,7 @@ class _Direction:
     def epsilon(self, delta: float) -> float:
         if delta >= 1:
             return 0.0
-        if delta < self._parts.infinite:
+        if delta < self.infinite:
             return math.inf
         while not self._is_complete and not (len(self._deltas) and self._deltas[-1] <= delta):
             self._extend()
@@ -339,13 +334,12 @@ def _logarithms(
 
 def _power(base: np.ndarray, exponent: int) -> np.ndarray:
     """By squares: the error of a complex product is known, that of a logarithm is not."""
-    result: np.ndarray | None = None
+    result = np.ones_like(base)
     while True:
         if exponent & 1:
-            result = base if result is None else result * base
+            result = result * base
         exponent >>= 1
         if not exponent:
-            assert result is not None
             return result
         base = base * base
 
@@ -516,29 +510,23 @@ class Parts:
         low = high = rough.mean
         if rough.variance > 0:
             move = math.sqrt(2 * _TAIL / rough.variance)  # the best one of a Gaussian
-            high = self._smallest_chernoff(tilt, move)
-            low = -self._smallest_chernoff(tilt, -move)
+            high, low = self._chernoff(tilt, move), -self._chernoff(tilt, -move)
         return (
             min(first, max(self.lowest, math.floor(low / self.grid) - 1)),
             min(self.highest, max(last, math.ceil(high / self.grid) + 1)),
         )
 
-    def _smallest_chernoff(self, tilt: Tilt, move: float) -> float:
-        """The best bound of moves towards none, of a loss in the direction of the move.
+    def _chernoff(self, tilt: Tilt, move: float) -> float:
+        """Value that the tilted law exceeds (below 0: undercuts) with probability exp(-45).
 
-        The logarithm of M is convex in the tilt, so that the bound falls with the size of the move
-        and then rises: what is worse than the one before ends the search.
+        The best one of moves towards none: as log M is convex in the tilt, the bound falls with the
+        size of the move and then rises.
         """
-        sign = math.copysign(1.0, move)
         best = math.inf
         for k in range(_MOST_MOVES):
-            bound = sign * self._chernoff(tilt, move / 2**k)
+            moved = self.rough_tilt(tilt.theta + move / 2**k)
+            bound = (moved.log_mass - tilt.log_mass + _TAIL) / abs(move / 2**k)
             if bound >= best:
                 break
             best = bound
         return best
-
-    def _chernoff(self, tilt: Tilt, move: float) -> float:
-        """Value that the tilted law exceeds (undercuts, if move < 0) with probability exp(-45)."""
-        moved = self.rough_tilt(tilt.theta + move)
-        return (moved.log_mass - tilt.log_mass + _TAIL) / move

@@ -47,7 +47,7 @@ class EventCurve(LossCurve):
     @functools.cached_property
     def profile(self) -> profiles.Profile | None:
         """Its privacy profile, if it is known."""
-        return event_profile(self.event, self.relation)
+        return _profile(self.event, self.relation)
 
     @property
     def largest_mu(self) -> float:
@@ -55,9 +55,7 @@ class EventCurve(LossCurve):
         pair = _sampled_pair(self.event, self.relation)
         if pair is not None:
             return sampled_curve(*pair).largest_mu
-        return (
-            math.inf if self.profile is None else _gaussian_mu(getattr(self.event, "event", None))
-        )
+        return _gaussian_mu(getattr(self.event, "event", None)) if self.profile else math.inf
 
     @property
     def rdp_is_known(self) -> bool:
@@ -103,7 +101,7 @@ def losses_compose(curves: Iterable[tuple[Curve, int]]) -> bool:
     are_known, orders = True, set()
     for part, count in events:
         if part.profile is None:
-            are_known &= stock_pld_supports(part.event, count, part.relation)
+            are_known &= _stock_pld_supports(part.event, count, part.relation)
         if part.profile is None or not part.profile.is_symmetric:
             orders.add(_ADD_OR_REMOVE if part.relation is _REPLACE_SPECIAL else part.relation)
     if are_known and len(orders) <= 1:
@@ -158,7 +156,7 @@ def _event_curve(event: dp_accounting.DpEvent, relation: NeighboringRelation) ->
                 "Use REPLACE_SPECIAL or REPLACE_ONE."
             )
         return EventCurve(_with_noise(event, 0.5), _REPLACE_ONE)
-    if relation is _REPLACE_SPECIAL and name in _ADDITIVE_NOISE:
+    if relation is _REPLACE_SPECIAL and name in ("LaplaceDpEvent", "PoissonSampledDpEvent"):
         return EventCurve(event, _ADD_OR_REMOVE)
     if relation is not _REPLACE_ONE or name in _READ_RIGHT_UNDER_REPLACE_ONE:
         return EventCurve(event, relation)
@@ -170,7 +168,6 @@ def _event_curve(event: dp_accounting.DpEvent, relation: NeighboringRelation) ->
     )
 
 
-_ADDITIVE_NOISE = ("LaplaceDpEvent", "PoissonSampledDpEvent")
 # Types (some exist from dp-accounting 0.5.0 on) whose stock accounting takes REPLACE_ONE itself.
 _READ_RIGHT_UNDER_REPLACE_ONE = (
     "PoissonSampledDpEvent",
@@ -180,7 +177,7 @@ _READ_RIGHT_UNDER_REPLACE_ONE = (
 )
 
 
-def nested_events(event: dp_accounting.DpEvent) -> list[dp_accounting.DpEvent]:
+def _nested_events(event: dp_accounting.DpEvent) -> list[dp_accounting.DpEvent]:
     """The events inside: those of a composition, or the one that is sampled or repeated."""
     if isinstance(event, dp_accounting.ComposedDpEvent):
         return list(event.events)
@@ -191,32 +188,18 @@ def nested_events(event: dp_accounting.DpEvent) -> list[dp_accounting.DpEvent]:
 def has_zero_noise(event: dp_accounting.DpEvent) -> bool:
     """Returns whether a Gaussian or Laplace event somewhere inside adds no noise."""
     is_silent = getattr(event, "noise_multiplier", None) == 0
-    return is_silent or any(map(has_zero_noise, nested_events(event)))
+    return is_silent or any(map(has_zero_noise, _nested_events(event)))
 
 
 def _with_noise(event: dp_accounting.DpEvent, factor: float) -> dp_accounting.DpEvent:
-    """The event with the noise of its Gaussian and Laplace parts scaled, as a float.
-
-    Stock accountants lose the composition inside a sampled event if a multiplier is an int.
-    """
+    """The event with its noise scaled, as a float: an int costs stock accountants a composition."""
     if isinstance(event, dp_accounting.GaussianDpEvent | dp_accounting.LaplaceDpEvent):
         return type(event)(float(event.noise_multiplier) * factor)
     if isinstance(event, dp_accounting.ComposedDpEvent):
         return dp_accounting.ComposedDpEvent([_with_noise(e, factor) for e in event.events])
-    if nested_events(event):
+    if _nested_events(event):
         return attrs.evolve(event, event=_with_noise(event.event, factor))
     return event
-
-
-# PLDAccountant (0.5.0 to 0.6.0) composes these once, whatever the count.
-_PLD_IGNORES_THE_COUNT = ("RandomizedResponseDpEvent",)
-
-
-class _PldAccountant(pld.PLDAccountant):
-    @property
-    def privacy_loss(self) -> PrivacyLossDistribution:
-        """Privacy loss of what is composed so far."""
-        return self._pld
 
 
 def _sampled_pair(
@@ -228,20 +211,19 @@ def _sampled_pair(
     is replaced in a Poisson batch. The noise multiplier is one over the largest contribution of a
     record. Where the pair is not symmetric, the data set that has the record comes first.
     """
-    if relation is NeighboringRelation.REPLACE_SPECIAL:
-        if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
-            mu, rate = _gaussian_mu(event.event), _share_of_records(event)
-            if 0 < mu < math.inf and 0 < rate <= 1:
-                return zeroed_without_replacement, mu, rate
-    if relation is NeighboringRelation.REPLACE_ONE:
-        if isinstance(event, dp_accounting.PoissonSampledDpEvent):
-            mu, rate = _gaussian_mu(event.event), event.sampling_probability
-            if 0 < mu < math.inf and 0 < rate <= 1:
-                return replaced_in_poisson_batch, mu, rate
-    return None
+    has_fixed_size = isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent)
+    is_poisson = isinstance(event, dp_accounting.PoissonSampledDpEvent)
+    if not (has_fixed_size and relation is _REPLACE_SPECIAL) and not (
+        is_poisson and relation is _REPLACE_ONE
+    ):
+        return None
+    mu, rate = _gaussian_mu(event.event), _rate(event)
+    if not (0 < mu < math.inf and 0 < rate <= 1):
+        return None
+    return (zeroed_without_replacement if has_fixed_size else replaced_in_poisson_batch), mu, rate
 
 
-def event_profile(
+def _profile(
     event: dp_accounting.DpEvent, relation: NeighboringRelation
 ) -> profiles.Profile | None:
     """The privacy profile of a sampled Gaussian or of a Laplace mechanism; None for all others.
@@ -254,30 +236,28 @@ def event_profile(
     if pair is not None:
         of, mu, rate = pair
         return of(mu, rate)
-    if relation is NeighboringRelation.ADD_OR_REMOVE_ONE:
-        if isinstance(event, dp_accounting.LaplaceDpEvent) and event.noise_multiplier > 0:
-            return profiles.laplace(event.noise_multiplier)
-        if isinstance(event, dp_accounting.PoissonSampledDpEvent):
-            whole = event_profile(event.event, relation) or _gaussian_profile(event.event)
-            rate = event.sampling_probability
-            if whole is not None and whole.is_symmetric and 0 < rate <= 1:
-                return profiles.poisson(whole, rate)
-    if relation is NeighboringRelation.REPLACE_ONE:
-        if isinstance(event, dp_accounting.SampledWithoutReplacementDpEvent):
-            whole = _gaussian_profile(event.event)
-            rate = _share_of_records(event)
-            if whole is not None and 0 < rate <= 1:
-                return profiles.without_replacement(whole, rate)
-    return None
+    if isinstance(event, dp_accounting.LaplaceDpEvent) and relation is _ADD_OR_REMOVE:
+        return profiles.laplace(event.noise_multiplier) if event.noise_multiplier > 0 else None
+    is_poisson = isinstance(event, dp_accounting.PoissonSampledDpEvent)
+    if is_poisson and relation is _ADD_OR_REMOVE:
+        whole, sampled = _profile(event.event, relation), profiles.poisson
+    elif relation is _REPLACE_ONE and isinstance(
+        event, dp_accounting.SampledWithoutReplacementDpEvent
+    ):
+        whole, sampled = None, profiles.without_replacement
+    else:
+        return None
+    mu, rate = _gaussian_mu(event.event), _rate(event)
+    if whole is None and 0 < mu < math.inf:
+        whole = profiles.gaussian(mu)
+    return sampled(whole, rate) if whole and whole.is_symmetric and 0 < rate <= 1 else None
 
 
-def _share_of_records(event: dp_accounting.SampledWithoutReplacementDpEvent) -> float:
+def _rate(event: dp_accounting.DpEvent) -> float:
+    """The probability that a batch holds a record."""
+    if isinstance(event, dp_accounting.PoissonSampledDpEvent):
+        return float(event.sampling_probability)
     return float(event.sample_size / event.source_dataset_size)
-
-
-def _gaussian_profile(event: dp_accounting.DpEvent) -> profiles.Profile | None:
-    mu = _gaussian_mu(event)
-    return profiles.gaussian(mu) if 0 < mu < math.inf else None
 
 
 def _gaussian_mu(event: dp_accounting.DpEvent | None) -> float:
@@ -291,11 +271,18 @@ def _gaussian_mu(event: dp_accounting.DpEvent | None) -> float:
     return math.inf
 
 
-def stock_pld_supports(
+class _PldAccountant(pld.PLDAccountant):
+    @property
+    def privacy_loss(self) -> PrivacyLossDistribution:
+        """Privacy loss of what is composed so far."""
+        return self._pld
+
+
+def _stock_pld_supports(
     event: dp_accounting.DpEvent, count: int, relation: NeighboringRelation
 ) -> bool:
-    """Returns whether PLDAccountant composes the event `count` times."""
-    ignores_the_count = type(event).__name__ in _PLD_IGNORES_THE_COUNT
+    # PLDAccountant (0.5.0 to 0.6.0) composes randomised response once, whatever the count.
+    ignores_the_count = type(event).__name__ == "RandomizedResponseDpEvent"
     return pld.PLDAccountant(relation).supports(event) and (count <= 1 or not ignores_the_count)
 
 

@@ -32,7 +32,7 @@ from hidden_state_accountants.process.noisy_process import (
 )
 
 _MOST_MODULI = 4_000_000  # steps that are looked at, times sizes
-_NODES = 512  # steps of a schedule that are looked at
+_NODES = 1024  # steps of a schedule that are looked at
 _SAME = 1e-12  # moduli whose logarithms differ by less do not depend on the size
 _RATIO = 1.7  # of neighbouring thetas
 _MOST_LOGS = 8_000_000  # thetas times steps
@@ -116,8 +116,8 @@ def modulus_lines(
     replaced, both data sets have it, and the larger one of |R_t| and |R_t| + 1 gradients counts.
 
     Any line above is valid: the chord and the slope at the expected size are tried. In a long
-    schedule a few steps are looked at, and those between them follow, as moduli are convex in the
-    learning rate. None, too, where there are too many different steps to look at every size.
+    schedule a few steps are looked at: moduli are convex in the learning rate, so that no step
+    between two of them has a larger one. None, too, where there are too many to look at.
     """
     steps = event.one_step_if_constant()
     eta, decay, clipped = (
@@ -135,18 +135,14 @@ def modulus_lines(
     logs = _log_moduli(steps, relation, looked_at, number)
     if np.ptp(logs, axis=1).max() < _SAME:
         return None
-    intercept, slope = _lines(number[:-1], logs, sizes.others * sizes.rate)
+    # A step between two nodes has their decay and their clip: no modulus is above both of theirs.
+    rows = np.concatenate([logs, np.maximum(logs[:-1], logs[1:])])
+    intercept, slope = _lines(number[:-1], rows, sizes.others * sizes.rate)
     if not slope.any():
         return None
-    # A step between two nodes has their decay and their clip.
-    left = np.cumsum(is_node) - 1
-    right = np.where(is_node, left, left + 1)
-    low, high = eta[is_node][left], eta[is_node][right]
-    way = np.divide(eta - low, high - low, out=np.zeros(len(eta)), where=high > low)
+    node = np.cumsum(is_node) - 1
     found = np.empty((2, len(eta)))
-    found[:, order] = _between(
-        (intercept[left], slope[left]), (intercept[right], slope[right]), way, number[[0, -2]]
-    )
+    found[:, order] = np.stack([intercept, slope])[:, np.where(is_node, node, len(logs) + node)]
     return ModulusLines(*np.broadcast_to(found, (2, event.num_steps)))
 
 
@@ -185,23 +181,6 @@ def _lines(number: np.ndarray, logs: np.ndarray, mean: float) -> tuple[np.ndarra
     best = np.argmin(heights, axis=0)
     rows = np.arange(len(logs))
     return np.stack(intercepts)[best, rows], np.stack(slopes)[best, rows]
-
-
-def _between(
-    line: tuple[np.ndarray, np.ndarray],
-    other: tuple[np.ndarray, np.ndarray],
-    way: np.ndarray,
-    ends: np.ndarray,
-) -> np.ndarray:
-    """Chords, in the size, above log((1 - way) exp(line) + way exp(other)), which is convex."""
-    with np.errstate(divide="ignore"):  # at 0: the line itself
-        weights = np.log1p(-way), np.log(way)
-    first, last = (
-        np.logaddexp(weights[0] + line[0] + line[1] * size, weights[1] + other[0] + other[1] * size)
-        for size in ends.tolist()
-    )
-    slope = (last - first) / max(1, ends[1] - ends[0])
-    return np.stack([first - slope * ends[0], slope])
 
 
 @attrs.frozen(eq=False)

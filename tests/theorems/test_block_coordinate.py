@@ -114,16 +114,6 @@ class TestClipNorm:
         assert "clipped to 1 and no longer than 0.5: under REPLACE_ONE" in text
         assert "by at most 1" in text
 
-    def test_old_dictionaries_still_load(self):
-        old = {
-            "schema": 1, "type": "BlockCoordinateDpEvent", "step_size": 0.1,
-            "noise_variance": 1.0, "gradient_sensitivity": 2.0, "batch_size": 4,
-            "dataset_size": 20, "num_epochs": 6,
-        }  # fmt: skip
-        event = hsa.BlockCoordinateDpEvent.from_dict(old)
-        assert event == block_run(block_loss=None)
-        assert event.sensitivity(REPLACE_ONE) == event.sensitivity(REPLACE_SPECIAL) == 2.0
-
 
 def lsi_constant(o, eta, big_f, big_t, k, j):
     """Lemma C.3 as printed, its double sum; None at the start, where it is infinite."""
@@ -380,16 +370,3 @@ class TestSound:
             hsa.BlockCoordinateAccountant().compose(run)
         with pytest.raises(ValueError, match='"sound" or "published"'):
             hsa.BlockCoordinateAccountant(analysis="paper")
-
-
-@pytest.mark.parametrize(
-    ("lipschitz", "text"), [(None, "on its own"), (0.6, "on its own"), (0.5, "ever clipped")]
-)
-def test_what_is_taken_for_granted_about_clipping_is_listed(lipschitz, text):
-    run = hsa.BlockCoordinateDpEvent(
-        step_size=0.1, noise_variance=1.0, gradient_sensitivity=1.0, batch_size=1, dataset_size=5,
-        num_epochs=2, block_loss=hsa.LossGeometry.convex(1.0, lipschitz),
-    )  # fmt: skip
-    assumptions = hsa.BlockCoordinateAccountant().compose(run).guarantee.assumptions
-    assert any(text in a.text for a in assumptions)
-    assert any("regulariser, if any, is convex" in a.text for a in assumptions)

@@ -1,13 +1,24 @@
 """DiceSGD's event, and what the accountants say about it."""
 
+import itertools
 import math
 
+import attrs
+import numpy as np
 import pytest
-from dice_events import ADD, ONE, SPECIAL, run
+from dice_events import ADD, ONE, SPECIAL, bounds_of, published_noise_std, run, simulate
 from dp_accounting import NeighboringRelation
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds.dice_sgd_2024 import sound_curve
+from hidden_state_accountants.bounds import DiceSgd
+from hidden_state_accountants.bounds.dice_sgd_2024 import Effect, _split, sound_curve
+from hidden_state_accountants.bounds.solvers.inclusion_counts import (
+    inclusions,
+)
+from hidden_state_accountants.curves.base import GaussianCurve
 
 Order = hsa.BatchOrder
 
@@ -74,3 +85,432 @@ def test_an_error_that_is_carried_over_is_one_run():
     pieces = hsa.DiceSgdAccountant().compose(event(1), 10).guarantee
     assert whole.mu > 2.5 * pieces.mu
     assert any("error starts at zero" in a.text for a in pieces.assumptions)
+
+
+# --- the laws of the participations ---------------------------------------------------------------
+
+
+def enumerate_patterns(order, steps, period, rate):
+    if order in (Order.POISSON, Order.WITHOUT_REPLACEMENT):
+        for joins in itertools.product([0, 1], repeat=steps):
+            yield rate ** sum(joins) * (1 - rate) ** (steps - sum(joins)), joins
+    elif order in (Order.RESHUFFLED, Order.BALLS_IN_BINS_REDRAWN):
+        epochs = -(-steps // period)
+        for places in itertools.product(range(period), repeat=epochs):
+            yield (
+                period**-epochs,
+                [int(t % period == places[t // period]) for t in range(steps)],
+            )
+    else:
+        for place in range(period):
+            yield 1 / period, [int(t % period == place) for t in range(steps)]
+
+
+def triple(joins):
+    where = np.flatnonzero(joins)
+    if len(where) == 0:
+        return 0, 0, 0
+    last = len(joins) - 1
+    return len(where), int(last - where[0]), int(np.sum(where < last))
+
+
+@pytest.mark.parametrize("order", [o for o in Order if o is not Order.FULL])
+@pytest.mark.parametrize(("steps", "period"), [(1, 3), (2, 3), (6, 3), (7, 3), (8, 2)])
+def test_inclusions_equal_the_enumeration(order, steps, period):
+    law = inclusions(order, steps, period, 0.3)
+    exact = {}
+    for weight, joins in enumerate_patterns(order, steps, period, 0.3):
+        key = triple(joins)[:2]
+        exact[key] = exact.get(key, 0.0) + weight
+    found = {}
+    for weight, *key in zip(law.weights, law.count, law.after_first, strict=True):
+        found[tuple(key)] = found.get(tuple(key), 0.0) + weight
+    for key in {*exact, *found}:
+        assert found.get(key, 0.0) == pytest.approx(exact.get(key, 0.0), abs=1e-14)
+    least = {}
+    for _, joins in enumerate_patterns(order, steps, period, 0.3):
+        count, after, before_last = triple(joins)
+        least[count, after] = max(before_last, least.get((count, after), 0))
+    for count, after, before_last in zip(law.count, law.after_first, law.before_last, strict=True):
+        assert before_last >= least.get((count, after), 0)
+
+
+@pytest.mark.parametrize("rate", [1e-4, 0.02, 0.5, 0.999])
+def test_long_laws_are_rounded_up_a_little(rate):
+    """Against the exact law: dominated in distribution, and close."""
+    steps = 700
+    law = inclusions(Order.POISSON, steps, 1, rate)
+    assert law.weights.sum() == pytest.approx(1, abs=1e-12)
+    number = np.arange(steps + 1)
+    exact = stats.binom.sf(number, steps, rate)
+    found = np.array([law.weights[law.count > k].sum() for k in number])
+    assert (found >= exact - 1e-13).all()
+    mean = law.weights @ law.count
+    assert steps * rate <= mean <= steps * rate * 1.006 + 1e-12
+    geometric = (1 - rate) ** (steps - number)  # P(after_first < k)
+    after = np.array([law.weights[(law.after_first >= k) & (law.count > 0)].sum() for k in number])
+    assert (after >= 1 - geometric - 1e-13).all()
+    mean = law.weights @ law.after_first
+    assert mean <= (1 - geometric)[1:].sum() * 1.006 + 1e-12
+
+
+# --- the curves -----------------------------------------------------------------------------------
+
+
+def projected_delta(weights, shifts, noise, direction, epsilon):
+    """Hockey-stick divergences, both directions, of w.y under a mixture against N(0, sigma^2)."""
+    direction = direction / np.linalg.norm(direction)
+    centres = shifts @ direction / noise
+    edges = np.linspace(min(centres.min(), 0) - 9, max(centres.max(), 0) + 9, 6001)
+    here = weights @ np.diff(stats.norm.cdf(edges[None, :] - centres[:, None]), axis=1)
+    there = np.diff(stats.norm.cdf(edges))
+    factor = math.exp(epsilon)
+    return max(
+        np.maximum(here - factor * there, 0).sum(), np.maximum(there - factor * here, 0).sum()
+    )
+
+
+@st.composite
+def small_runs(draw):
+    steps = draw(st.integers(1, 5))
+    order = draw(st.sampled_from([Order.POISSON, Order.RESHUFFLED, Order.SHUFFLED_ONCE]))
+    radius, bound = draw(st.floats(0.05, 2)), draw(st.sampled_from([0.7, 1.0, 1.3, 3.0, 50.0]))
+    drift = radius * np.array(draw(st.lists(st.sampled_from([-4, -2, -1, 0, 1]), min_size=steps,
+                                            max_size=steps)), dtype=float)[:, None]  # fmt: skip
+    noise = draw(st.floats(0.2, 3))
+    return steps, order, radius, bound, drift, noise
+
+
+def exact_small_run(small):
+    """Weights of the patterns and the shifts of the updates (patterns, steps)."""
+    steps, order, radius, bound, drift, _ = small
+    weights, shifts = [], []
+    for weight, joins in enumerate_patterns(order, steps, 4, 0.25):
+        mine = np.full((steps, 1), bound)
+        _, total = simulate(joins, drift, mine, 1.0, radius, 2)
+        weights.append(weight)
+        shifts.append(total[:, 0])
+    return np.array(weights), np.array(shifts)
+
+
+EPSILONS = (0.0, 0.3, 1.0, 3.0)
+
+
+def assert_dominates(deltas, small, seed):
+    weights, shifts = exact_small_run(small)
+    steps, noise = small[0], small[-1]
+    rng = np.random.default_rng(seed)
+    directions = [weights @ shifts, np.eye(steps)[-1], rng.normal(size=steps), shifts[-1]]
+    for direction in directions:
+        if np.linalg.norm(direction) == 0:
+            continue
+        for epsilon, claimed in deltas.items():
+            exact = projected_delta(weights, shifts, noise, direction, epsilon)
+            assert exact <= claimed + 1e-9
+
+
+def declared(small):
+    steps, order, radius, bound, _, noise = small
+    return run(
+        noise_std=noise,
+        error_clip_norm=radius,
+        gradient_bound=bound,
+        num_steps=steps,
+        batch_order=order,
+    )
+
+
+@pytest.mark.slow
+@given(small_runs(), st.integers(0, 1000))
+def test_revealed_participations_dominate_small_runs_enumerated(small, seed):
+    curve = sound_curve(declared(small), ONE)  # no split there; a record that counts twice
+    single = attrs.evolve(declared(small), noise_std=2 * small[-1])
+    assert_dominates({e: curve.delta(e) for e in EPSILONS}, small, seed)
+    if small[3] == 50.0:
+        return  # the radius does not count twice
+    error_twice = attrs.evolve(single, error_clip_norm=2 * small[2])
+    curve = sound_curve(error_twice, ONE)
+    assert_dominates({e: curve.delta(e) for e in EPSILONS}, small, seed)
+
+
+HOLD = np.array([[-3.0], [0], [0], [0]])
+
+
+@pytest.mark.parametrize(("bound", "noise"), [(1.0, 1.0), (1.3, 2.0), (3.0, 6.0)])
+def test_split_noise_dominates_small_runs_enumerated(bound, noise):
+    event = declared((4, Order.POISSON, 1.0, bound, HOLD, noise))
+    effect = Effect.of(event, SPECIAL)
+    curve = _split(event, effect, float(effect.error_budget(np.array(3), np.array(3))))
+    deltas = {e: curve.delta(e) for e in EPSILONS}
+    for drift in (HOLD, 0 * HOLD, HOLD / 3):
+        assert_dominates(deltas, (4, Order.POISSON, 1.0, bound, drift, noise), 0)
+
+
+def test_split_noise_is_split():
+    """The clipped gradient and the error in the same direction, at the same step."""
+    event = run(
+        noise_std=0.3, error_clip_norm=1.0, batch_size=8, dataset_size=9, num_steps=4,
+        gradient_bound=2.0,
+    )  # fmt: skip
+    effect = Effect.of(event, SPECIAL)
+    budget = float(effect.error_budget(np.array(3), np.array(3)))
+    curve = _split(event, effect, budget)
+    (sampled, _), (gaussian, _) = curve.parts
+    share = (sampled.event.event.noise_multiplier * effect.step / 0.3) ** 2
+    assert share + budget / (0.3 * gaussian.mu) ** 2 == pytest.approx(1, rel=1e-12)
+    weights, shifts = [], []
+    for weight, joins in enumerate_patterns(Order.POISSON, 4, 1, 8 / 9):
+        _, total = simulate(joins, HOLD, np.full((4, 1), 2.0), 1.0, 1.0, 8)
+        weights.append(weight)
+        shifts.append(total[:, 0])
+    weights, shifts = np.array(weights), np.array(shifts)
+    assert shifts.max() == pytest.approx(1 / 8 + 3 / 8)
+    for epsilon in EPSILONS:
+        exact = projected_delta(weights, shifts, 0.3, weights @ shifts, epsilon)
+        assert exact <= curve.delta(epsilon)
+
+
+@pytest.mark.parametrize("order", [Order.POISSON, Order.WITHOUT_REPLACEMENT, Order.FULL])
+@pytest.mark.parametrize("bound", [0.7, 1.0])
+def test_without_errors_it_is_dp_sgd(order, bound):
+    """The clip never acts: the same as the composition bound of the package."""
+    n, batch = (40, 40) if order is Order.FULL else (1000, 20)
+    event = run(
+        noise_std=1.1 / batch, gradient_bound=bound, batch_order=order, batch_size=batch,
+        dataset_size=n, num_steps=100, error_clip_norm=5.0,
+    )  # fmt: skip
+    plain = hsa.LastIterateDpEvent(
+        noise_multiplier=1.1, learning_rate=1.0, clip_norm=1.0, batch_size=batch, dataset_size=n,
+        num_steps=100, batch_order=order, loss=hsa.LossGeometry.linear(bound),
+    )  # fmt: skip
+    composed = hsa.bounds.Composition().guarantee(plain, SPECIAL).epsilon(1e-5)
+    curve = sound_curve(event, SPECIAL)
+    assert curve.epsilon(1e-5) <= composed * (1 + 1e-9)
+    same = getattr(curve, "curves", [curve])[-1]
+    assert same.epsilon(1e-5) == pytest.approx(composed, rel=1e-9)
+
+
+def test_full_batches_have_a_closed_form():
+    event = run(batch_order="full", batch_size=8, noise_std=0.3)
+    c, h, radius = 1 / 8, 0.5 / 8, 0.25
+    error = min((5 * h) ** 2, 2 * radius * 5 * h, 4 * radius**2 * 5)
+    total = 6 * c**2 + error + 2 * c * min(math.sqrt(5 * error), 2 * radius * 5, 15 * h)
+    curve = sound_curve(event, SPECIAL)
+    assert isinstance(curve, GaussianCurve)
+    assert curve.mu == pytest.approx(math.sqrt(total) / 0.3, rel=1e-12)
+    doubled = sound_curve(event, ONE).mu
+    error = min((10 * h) ** 2, 2 * radius * 10 * h, 4 * radius**2 * 5)
+    total = 6 * 4 * c**2 + error + 4 * c * min(math.sqrt(5 * error), 2 * radius * 5, 30 * h)
+    assert doubled == pytest.approx(math.sqrt(total) / 0.3, rel=1e-12)
+    assert sound_curve(event, ADD).mu == curve.mu
+
+
+def test_cyclic_is_the_worst_position():
+    event = run(batch_order="cyclic", num_steps=11)
+    worst = 0.0
+    for place in range(4):
+        joins = [t % 4 == place for t in range(11)]
+        worst = max(worst, bounds_of(joins, event)[0])
+    assert sound_curve(event, SPECIAL).mu == pytest.approx(math.sqrt(worst) / 2.0, rel=1e-12)
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_unknown_gradients_let_the_error_shift_every_later_step(automatic):
+    event = run(
+        batch_order="full", batch_size=8, automatic=automatic,
+        gradient_bound=1.5 if automatic else math.inf,
+    )  # fmt: skip
+    c, cap = 1 / 8, 2 * 0.25
+    expected = c**2 + 5 * (c + cap) ** 2
+    assert sound_curve(event, SPECIAL).mu == pytest.approx(math.sqrt(expected) / 2.0, rel=1e-12)
+
+
+def test_the_split_bound_wins_where_participations_are_rare_in_the_noise():
+    event = run(
+        noise_std=0.02, error_clip_norm=1.0, batch_size=1000, dataset_size=50_000,
+        num_steps=2000, gradient_bound=1.02,
+    )  # fmt: skip
+    best = sound_curve(event, SPECIAL)
+    revealed = best.known[0][0]
+    assert best.epsilon(1e-5) < 0.6 * revealed.epsilon(1e-5)
+    # No split does without the noise of ordinary DP-SGD.
+    plain = sound_curve(hsa.DiceSgdDpEvent(**(
+        {k: v for k, v in event.to_dict().items() if k not in ("schema", "type")}
+        | {"gradient_bound": 1.0})), SPECIAL)  # fmt: skip
+    assert plain.epsilon(1e-5) < best.epsilon(1e-5)
+
+
+@pytest.mark.parametrize("order", [Order.POISSON, Order.RESHUFFLED, Order.CYCLIC])
+def test_epsilon_is_monotone(order):
+    def epsilon(**changes):
+        curve = sound_curve(run(batch_order=order, **changes), SPECIAL)
+        return getattr(curve, "curves", [curve])[0].epsilon(1e-5)
+
+    for name, values in {
+        "gradient_bound": (0.5, 1.0, 1.2, 2.0, 50.0, math.inf),
+        "error_clip_norm": (0.01, 0.1, 0.3, 2.0),
+        "num_steps": (1, 4, 5, 8, 9),
+    }.items():
+        figures = [epsilon(**{name: value}) for value in values]
+        assert figures == sorted(figures), name
+    assert epsilon(noise_std=1.0) < epsilon(noise_std=0.9)
+    assert epsilon(noise_std=0.0) == math.inf
+
+
+@st.composite
+def adversaries(draw):
+    """Errors that are pushed to where clipping does most: near the sphere, or far from it."""
+    num, dimension = draw(st.integers(1, 8)), draw(st.integers(1, 3))
+    radius = draw(st.floats(0.05, 3))
+    bound = draw(st.floats(0.2, 30))
+    participates = draw(st.lists(st.booleans(), min_size=num, max_size=num))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    scales = draw(st.lists(st.sampled_from([0, 0.3, 1, 2, 3, 30]), min_size=num, max_size=num))
+    unit = rng.normal(size=(num, dimension))
+    unit /= np.linalg.norm(unit, axis=1, keepdims=True)
+    direction = unit[:1] if draw(st.booleans()) else unit
+    others = unit * radius * np.array(scales)[:, None]
+    mine = np.broadcast_to(direction, unit.shape) * bound
+    return participates, others, mine, radius, bound
+
+
+@settings(max_examples=300)
+@given(adversaries())
+def test_no_run_exceeds_the_budget(adversary):
+    participates, others, mine, radius, bound = adversary
+    event = run(error_clip_norm=radius, gradient_bound=bound, num_steps=len(participates))
+    from_error, total = simulate(participates, others, mine, 1.0, radius, event.batch_size)
+    limit, budget = bounds_of(participates, event)
+    slack = 1e-9 * (1 + bound**2)
+    assert np.sum(from_error**2) <= budget + slack
+    assert np.sum(total**2) <= limit + slack
+
+
+@settings(max_examples=200)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.floats(0.01, 100))
+def test_lemma_one(seed, dimension, scale):
+    """p^2 + r^2 <= d^2 and p^2 <= 2 C2 (d - r), for C2 = 1."""
+    rng = np.random.default_rng(seed)
+    e, f = rng.normal(size=(2, dimension)) * scale * rng.uniform(0, 2, size=(2, 1))
+    clipped = [v * min(1, 1 / np.linalg.norm(v)) for v in (e, f)]
+    p = np.linalg.norm(clipped[0] - clipped[1])
+    r = np.linalg.norm((e - clipped[0]) - (f - clipped[1]))
+    d = np.linalg.norm(e - f)
+    assert p**2 + r**2 <= d**2 + 1e-9 * d**2
+    assert p**2 <= 2 * (d - r) + 1e-9 * d
+
+
+def test_the_budget_is_attained_by_holding_and_releasing():
+    """Both errors stay saturated on one side until the last step releases all deposits at once."""
+    steps, radius, deposit = 9, 1.0, 0.1
+    event = run(error_clip_norm=radius, gradient_bound=1.2, num_steps=steps)
+    others = np.zeros((steps, 1))
+    others[0] = -radius * (steps - 1)  # at the last step the error on D' is just -C2
+    mine = np.full((steps, 1), 1.2)
+    participates = [True] * (steps - 1) + [False]
+    from_error, _ = simulate(participates, others, mine, 1.0, radius, event.batch_size)
+    _, budget = bounds_of(participates, event)
+    assert budget == pytest.approx(((steps - 1) * deposit) ** 2)
+    assert np.sum(from_error**2) == pytest.approx(budget, rel=1e-9)
+
+
+def test_the_budget_is_attained_by_opposite_saturation():
+    """A large deposit against errors saturated on the other side: 2 C2 in every step."""
+    steps, radius = 8, 1.0
+    bound = 1 + 2 * 2 * radius * (steps - 1)  # a deposit of 2 C2 (T - 1)
+    event = run(error_clip_norm=radius, gradient_bound=bound, num_steps=steps)
+    others = np.zeros((steps, 1))
+    others[0] = -radius * (steps - 1)
+    participates = [True] + [False] * (steps - 1)
+    from_error, _ = simulate(
+        participates, others, np.full((steps, 1), bound), 1.0, radius, event.batch_size
+    )
+    _, budget = bounds_of(participates, event)
+    assert budget == pytest.approx(4 * radius**2 * (steps - 1))
+    assert np.sum(from_error**2) == pytest.approx(budget, rel=1e-9)
+
+
+def per_step_bound(participates, c, h, radius):
+    """The bound without a budget: sum of (c in_t + min(2 C2, k_t h))^2."""
+    before = np.cumsum(participates) - participates
+    error = np.minimum(2 * radius, np.where(before > 0, before * h, 0.0))
+    return float(np.sum((c * np.asarray(participates) + error) ** 2))
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=30),
+    st.floats(1.01, 20),
+    st.floats(0.05, 3),
+)
+def test_the_budget_never_costs_more_than_five_percent(participates, bound, radius):
+    event = run(error_clip_norm=radius, gradient_bound=bound, num_steps=len(participates))
+    old = per_step_bound(participates, 0.5, (bound - 1) / 2, radius)
+    assert bounds_of(participates, event)[0] <= 1.05 * old + 1e-12
+
+
+PAPER = {"clip_norm": 1.0, "error_clip_norm": 1.0, "batch_size": 1000, "dataset_size": 50_000,
+         "num_steps": 150, "gradient_bound": math.inf}  # fmt: skip
+
+
+def test_published_formulas_typed_again():
+    event = run(**PAPER)
+    noise = published_noise_std(event, 2.0, 1e-5)
+    log = math.log(1e5)
+    assert noise**2 == pytest.approx(32 * 150 * (1 + 2 * 1000**2) * log / (50_000 * 2) ** 2)
+    for bound, smaller in ((11.0, 10.0), (0.5, 0.0)):
+        noise = published_noise_std(run(**(PAPER | {"gradient_bound": bound})), 2.0, 1e-5)
+        typed = 32 * 150 * (1 + 2 * smaller**2) * log / (50_000 * 2) ** 2
+        assert noise**2 == pytest.approx(typed, rel=1e-9)
+    automatic = run(**PAPER | {"automatic": True, "clip_norm": 0.3, "error_clip_norm": 0.3})
+    noise = published_noise_std(automatic, 2.0, 1e-5)
+    assert noise == pytest.approx(math.sqrt(96 * 150 * log) * 0.3 / (50_000 * 2), rel=1e-9)
+
+
+def test_published_guarantee_inverts_the_noise_and_warns():
+    for epsilon, delta in ((2.0, 1e-5), (0.5, 1e-8)):
+        noise = published_noise_std(run(**PAPER), epsilon, delta)
+        event = run(**PAPER | {"noise_std": noise})
+        accountant = hsa.DiceSgdAccountant(analysis="published")
+        with pytest.warns(UserWarning, match="false"):
+            accountant.compose(event)
+        assert accountant.get_epsilon(delta) == pytest.approx(epsilon, rel=1e-9)
+        assert accountant.get_delta(epsilon) == pytest.approx(delta, rel=1e-9)
+        assert accountant.guarantee.caveat
+        sound = hsa.DiceSgdAccountant().compose(event).get_epsilon(delta)
+        assert sound > 10 * epsilon
+
+
+def test_the_papers_own_divergences_do_not_give_its_epsilon():
+    """The last step of the proof: 16 alpha T G/(sigma N)^2 converts to more than epsilon."""
+    noise = published_noise_std(run(**PAPER), 2.0, 1e-5)
+    event = run(**PAPER | {"noise_std": noise})
+    curve = DiceSgd("published").guarantee(event, ADD).curve
+    orders = 1 + np.geomspace(1e-2, 1e3, 4000)
+    typed = 16 * orders * 150 * (1 + 2 * 1000**2) / (noise * 50_000) ** 2
+    np.testing.assert_allclose(curve.rdp(orders), typed, rtol=1e-12)
+    assert np.min(typed + math.log(1e5) / (orders - 1)) > 1.4 * 2.0
+
+
+def test_the_papers_bound_on_the_growth_is_false():
+    """A.2 (a): the terms beside C1^2 sum to at most 2 T min(C^2, G'^2)."""
+    excess = 899.0  # G' = G - C1, C2 = 1
+    a, steps = excess - 1.0, range(150)
+    growth = [(a * (t + 1) + 2) / (max(a * (t - 1), 0) + 1) for t in steps]
+    assert sum(growth) > 1.5 * 2 * len(steps)
+
+
+@pytest.mark.parametrize(
+    ("changes", "relation", "match"),
+    [
+        ({"error_clip_norm": 0.5}, SPECIAL, "clip_norm"),
+        ({"batch_size": 20_000}, SPECIAL, "0.2"),
+        ({"batch_order": "cyclic"}, SPECIAL, "POISSON"),
+        ({}, ONE, "REPLACE_SPECIAL"),
+        ({"automatic": True, "clip_norm": 0.5}, SPECIAL, "clip_norm"),
+    ],
+)
+def test_published_conditions(changes, relation, match):
+    event = run(**PAPER | changes)
+    assert DiceSgd("published").check(event, relation)
+    with pytest.raises(hsa.UnsupportedRunError, match=match):
+        DiceSgd("published").guarantee(event, relation)

@@ -74,12 +74,11 @@ def test_distances_of_two_places_are_those_of_a_general_solver(seed):
     assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
 
 
-def test_groups_of_epochs_round_up_by_little(monkeypatch):
+def test_groups_of_epochs_round_up_by_little():
     run = cyclic_run(batch_order="shuffled_once", num_steps=4 * 400, weight_decay=0.0)
     process = noisy_process(run, SPECIAL)
     grouped = EpochSums.of(process, 0, run.num_steps)
-    monkeypatch.setattr(two_places, "_GROWTH", 0.0)
-    single = EpochSums.of(process, 0, run.num_steps)
+    single = EpochSums.of(process, 0, run.num_steps, growth=0.0)
     assert len(grouped.exponents) < 300 < len(single.exponents) == 400
     for place in range(4):
         exact = single.mu_squared({place: 2.0, 0: 1.0})

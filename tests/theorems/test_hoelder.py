@@ -227,22 +227,6 @@ def test_any_plan_is_made_feasible_and_its_cost_is_rounded_up(seed, plan):
         assert mpmath.sqrt(total) <= found <= mpmath.sqrt(total) * (1 + 1e-11)
 
 
-@pytest.mark.parametrize("seed", seeds(6))
-def test_units_do_not_matter(seed):
-    rng = np.random.default_rng([9, seed])
-    problem = random_problem(rng, 20)
-    unit = 1e-100
-    scaled = attrs.evolve(
-        problem,
-        coefficient=problem.coefficient * unit ** (1 - problem.exponent),
-        cap=problem.cap * unit,
-        sensitivity=problem.sensitivity * unit,
-        noise_std=problem.noise_std * unit,
-        diameter=problem.diameter * unit,
-    )
-    assert least_mu(scaled) == pytest.approx(least_mu(problem), rel=1e-8)
-
-
 def test_steps_without_noise():
     rng = np.random.default_rng(0)
     problem = attrs.evolve(
@@ -381,17 +365,6 @@ def test_refusals(changes, relation, condition):
     assert unmet.condition == condition
     with pytest.raises(hsa.UnsupportedRunError, match=condition):
         Hoelder().guarantee(event, relation)
-
-
-def test_equal_segments_are_solved_once():
-    """Of a constant run, however long: only the distance to the release counts."""
-    event = cyclic_run(loss=LOSS, num_steps=40_000, release_steps=range(8, 40_000, 8))
-    assert not Hoelder().check(event, REPLACE_SPECIAL)
-    one = mu(cyclic_run(loss=LOSS, num_steps=8))
-    assert mu(event) == pytest.approx(one * math.sqrt(5000), rel=1e-9)
-    schedule = attrs.evolve(event, learning_rate=np.linspace(1, 0.1, 40_000))
-    (unmet,) = Hoelder().check(schedule, REPLACE_SPECIAL)
-    assert unmet.condition == "steps to optimise"
 
 
 # --- exact divergences ----------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import attrs
 import numpy as np
 from scipy import linalg
 
+from hidden_state_accountants.bounds.solvers.rounding import fewer
 from hidden_state_accountants.curves.base import GaussianMixtureCurve
 from hidden_state_accountants.process.noisy_process import NoisyProcess
 
@@ -224,7 +225,6 @@ def carried_curve(epochs: EpochCosts, carries: np.ndarray) -> GaussianMixtureCur
     end = int(np.searchsorted(-above, -_TAIL))  # what follows has less mass than that
     edges = np.append(np.linspace(0, end, _LEVELS), len(law) - 1)
     edges = np.unique(np.minimum(np.ceil(edges), len(law) - 1))
-    index = np.searchsorted(edges, np.arange(len(law)))  # the smallest edge that is not below
-    weights = np.bincount(index, law, minlength=len(edges))
-    mu_squared = (start + width * edges) * epochs.scale * (1 + _ROUNDING)
+    cells, weights = fewer(np.arange(len(law)), law, edges)
+    mu_squared = (start + width * cells) * epochs.scale * (1 + _ROUNDING)
     return GaussianMixtureCurve(weights / weights.sum(), np.sqrt(mu_squared))

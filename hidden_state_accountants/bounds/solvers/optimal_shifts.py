@@ -17,10 +17,9 @@ import attrs
 import numpy as np
 from scipy import linalg
 
-_GRID = 40
-_SEARCHES = 3
-_ROUNDS = 60
-_TRIALS = 12  # of the damping
+_GRID = 40  # distances of the coarse plan: Newton's method makes up for few of them
+_SEARCHES = 3  # each on a grid that ends at twice what the plan before needed
+_ROUNDS, _TRIALS = 60, 12  # of Newton's method, which needs about ten; of its damping
 _UP = 1 + 1e-14  # more than the rounding of one f_t, or of one cost
 
 

@@ -12,8 +12,8 @@ pooled steps cost :math:`(\sum r)^2 / \sum w` each. Three forms of it:
   distance of the two runs there is known. scipy's routine computes the same regression but needs
   every :math:`w_t` in one floating-point range; here a block is a triple (S, W, k) that stands for
   :math:`(S\,2^k, W\,4^k)`. Only sums of positive terms occur, so no digits are lost.
-* `mu_squared_from_start`: all positions of a record at once. Between two participations nothing
-  moves it, so a participation and the steps up to the next one are a single block.
+* `two_places.EpochSums`: a record at any position. Between two participations nothing moves it, so
+  a participation and the steps up to the next one are a single block.
 * `mu_squared_of_equal_steps`: equal steps in closed form. For c > 1 the slopes of equal blocks
   rise, and none pools. For c <= 1 they don't rise, so that all pool but the last two, which may be
   shorter, and are pooled with the others or not.
@@ -27,8 +27,6 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from hidden_state_accountants.process.noisy_process import NoisyProcess
-
 Block = tuple[float, float, int]
 """(S, W, k): shift S * 2**k and weight W * 4**k of a run of pooled steps."""
 
@@ -41,7 +39,6 @@ _LARGE = 2.0**64  # products are renormalised when they leave [1/_LARGE, _LARGE]
 _TINY = 1e-300  # what underflows is rounded up: no shift is forgotten
 _CHUNK = 4096  # steps that a scan turns into Python numbers at a time
 _NEAR = 1000  # starts of windows that differ by less than this part of their length are alike
-_SPAN = 300.0  # nats of products of moduli that one computation holds
 
 
 def _add(left: Block, right: Block) -> Block:
@@ -208,58 +205,6 @@ def _mantissas(contraction: np.ndarray) -> tuple[list[float], list[int]]:
         return contraction.tolist(), [0] * len(contraction)
     mantissas, powers = np.frexp(contraction)
     return np.where(extreme, mantissas, contraction).tolist(), np.where(extreme, powers, 0).tolist()
-
-
-def mu_squared_from_start(process: NoisyProcess, start: int, stop: int) -> np.ndarray | None:
-    """mu**2 of the steps start+1..stop from a shared state, by the first batch of the record.
-
-    Entry i is for the record whose first batch is that of step start+1+i; None if the products of
-    the moduli leave the range of a double. Epochs that a contraction has made e**150 times smaller
-    are left out, and what is left of their shifts comes with the next one.
-    """
-    steps, period = slice(start, stop), min(process.period, stop - start)
-    missing = (start - stop) % period
-
-    def by_epoch(values: np.ndarray) -> np.ndarray:
-        return np.append(values, np.zeros(missing)).reshape(-1, period)
-
-    sensitivity, noise_std = process.sensitivity[steps], process.noise_std[steps]
-    shift_unit, noise_unit = float(sensitivity.max()) or 1.0, float(noise_std.max()) or 1.0
-    with np.errstate(divide="ignore"):
-        log_moduli = np.log(process.contraction[steps])
-        log_shifts = np.log(by_epoch(sensitivity / shift_unit))
-    if not np.isfinite(log_moduli).all():
-        return None
-    by_step = by_epoch(np.append(np.cumsum(log_moduli[:0:-1])[::-1], 0.0))  # log C_t
-    far = np.flatnonzero(np.abs(by_step).max(axis=1) > _SPAN)
-    first = int(far[-1]) + 1 if len(far) else 0
-    needed = 2 if missing else 1  # epochs with every position
-    if first > max(len(by_step) - needed, 0):
-        return None
-    if first and by_step[first - 1].max() > -_SPAN / 2:
-        return None
-    moved = np.logaddexp.accumulate(log_shifts + by_step, axis=0)
-    products, takes_part = np.exp(by_step[first:]), np.isfinite(log_shifts[first:])
-    shifts = np.exp(log_shifts[first:]) * products
-    shifts[takes_part] = np.maximum(shifts[takes_part], _TINY)
-    if first:  # what is left of all that was before
-        shifts[0] += np.exp(moved[first - 1])
-    # Of a participation and the steps up to the next one, which is in the row below.
-    weights = (by_epoch(noise_std / noise_unit)[first:] * products) ** 2
-    after = np.zeros_like(weights)
-    after[:, :-1] = np.cumsum(weights[:, :0:-1], axis=1)[:, ::-1]
-    after[:-1, 1:] += np.cumsum(weights[1:, :-1], axis=1)
-    rounding = 2e-15 * weights.size * (1 + float(np.abs(by_step[first:]).max()))
-    # Blocks have exponents of their own: their products may not underflow.
-    exponents = np.frexp(products)[1]
-    blocks = np.ldexp(shifts, -exponents), np.ldexp(after + weights, -2 * exponents), exponents
-    costs = []
-    for columns in zip(*(array.T.tolist() for array in blocks), strict=True):
-        stack = BlockStack(grows_left=False)
-        for block in zip(*columns, strict=True):
-            stack.push(block)
-        costs.append(stack.cost)
-    return np.array(costs) * ((shift_unit / noise_unit) ** 2 * (1 + rounding))
 
 
 def mu_squared_of_equal_steps(

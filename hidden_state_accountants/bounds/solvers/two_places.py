@@ -8,6 +8,7 @@ the next one are a block.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -34,7 +35,7 @@ _TINY = 1e-300  # what underflows is rounded up: no shift is forgotten
 _Moves = list[tuple[int | None, float]]  # positions, if reached, and distances of updates there
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class EpochSums:
     """Shifts and weights of a segment, in rows of one epoch and columns of one position.
 
@@ -60,7 +61,9 @@ class EpochSums:
     scale: float
 
     @classmethod
-    def of(cls, process: NoisyProcess, start: int, stop: int) -> EpochSums | None:
+    def of(
+        cls, process: NoisyProcess, start: int, stop: int, growth: float = _GROWTH
+    ) -> EpochSums | None:
         """Sums up the steps start+1..stop; None if a product of moduli is out of range."""
         period, steps = min(process.period, process.num_steps), slice(start, stop)
 
@@ -75,7 +78,7 @@ class EpochSums:
         if not np.isfinite(later).all():
             return None
         forgotten = int(np.argmax(later.max(axis=1) > _FORGOTTEN))
-        last = forgotten + _last_of_groups(len(later) - forgotten, _GROWTH)
+        last = forgotten + _last_of_groups(len(later) - forgotten, growth)
         group = np.searchsorted(last, np.arange(len(later)))
         at_end = later[last, -1]
         relative = later - at_end[group, None]
@@ -100,21 +103,30 @@ class EpochSums:
             (shift_unit / noise_unit) ** 2 * (1 + rounding),
         )
 
+    @functools.cached_property
+    def _before(self) -> np.ndarray:
+        """The sum of the weights before each position, and that of all."""
+        return np.cumsum(np.pad(self.weights, ((0, 0), (1, 0))), axis=1)
+
+    @functools.cached_property
+    def _after(self) -> np.ndarray:
+        """The sum of the weights from each position on: no difference, which would lose digits."""
+        return np.cumsum(self.weights[:, ::-1], axis=1)[:, ::-1]
+
     def mu_squared(self, moves: Mapping[int, float], initial: float = 0.0) -> float:
         """mu**2 of two runs, `initial` apart, whose updates are `moves` apart at some positions."""
         period = self.weights.shape[1]  # positions that are never reached are beyond it
         ordered = sorted(move for move in moves.items() if move[0] < period)
-        cuts = [0, *(position for position, _ in ordered), period]
-        sums = np.stack(
-            [self.weights[:, a:b].sum(axis=1) for a, b in itertools.pairwise(cuts)], axis=1
-        )
-        sums[:, 0] += self.earlier
+        cuts = [*(position for position, _ in ordered), period]
+        between = [self.weights[:, a:b].sum(axis=1) for a, b in itertools.pairwise(cuts[:-1])]
+        last = [self._after[:, cuts[-2]]] if ordered else []
+        sums = np.stack([self._before[:, cuts[0]] + self.earlier, *between, *last], axis=1)
         shifts = np.zeros_like(sums)
         for column, (position, factor) in enumerate(ordered, 1):
             shifts[:, column] = factor * self.shifts[:, position]
         if initial:
             shifts[0, 0] = max(initial / self.shift_unit * self.whole, _TINY)
-        exponents = np.repeat(self.exponents, len(cuts) - 1)
+        exponents = np.repeat(self.exponents, len(cuts))
         stack = BlockStack(grows_left=False)
         for block in zip(
             shifts.ravel().tolist(), sums.ravel().tolist(), exponents.tolist(), strict=True
