@@ -174,7 +174,9 @@ class StockRun:
         plan = read_loader(self.data_loader)
         fields, words = plan.fields, description_of(plan)
         for name, given in declared.items():
-            fields[name] = _compared(name, given, fields[name], words)
+            # Opacus rounds the size of Poisson batches.
+            if name != "batch_size" or plan.order is not BatchOrder.POISSON:
+                fields[name] = _compared(name, given, fields[name], words)
         loss, text = loss_geometry, "the declared loss" if loss_geometry else "the loss"
         if criterion is not None and loss in (None, "auto"):
             reduction = self.optimizer.loss_reduction
@@ -270,11 +272,11 @@ class StockRun:
 
 def _compared(name: str, given: Any, found: Any, words: str) -> Any:
     """Returns a field of the loader; raises UnsupportedRunError for another declared one."""
-    # Opacus rounds the batch size of Poisson batches; a full batch is one of any fixed order.
-    is_secret = (given, found) == (BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC)
-    fits = given in (None, found) or (name == "batch_size" and "probability" in words)
-    if is_secret or fits or (found is BatchOrder.FULL and given is not BatchOrder.POISSON):
-        return given if is_secret else found
+    if (given, found) == (BatchOrder.SHUFFLED_ONCE, BatchOrder.CYCLIC):
+        return given
+    # A full batch is one of any fixed order.
+    if given in (None, found) or (found is BatchOrder.FULL and given is not BatchOrder.POISSON):
+        return found
     shown = [f'"{x.value}"' if isinstance(x, BatchOrder) else x for x in (found, given)]
     raise UnsupportedRunError(
         f"Expected {name} = {shown[0]}, which is what the loader deals ({words}), got {shown[1]} "
