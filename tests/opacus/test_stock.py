@@ -1,5 +1,6 @@
 """Opacus' own engine with accountant="hidden_state": what is read, refused and accounted."""
 
+import itertools
 from unittest import mock
 
 import attrs
@@ -30,6 +31,7 @@ from torch.utils.data import (
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import HiddenStateAccountant, HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.noise import DEFAULT_NOISE
 from hidden_state_adapters.opacus.order import drawn_rate
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -143,9 +145,21 @@ def test_another_declaration_before_the_first_step_replaces():
     assert len(loop.accountant.recorders) == 1
 
 
-def test_a_hook_by_hand_is_refused():
-    with pytest.raises(hsa.UnsupportedRunError, match="get_optimizer_hook_fn elsewhere"):
-        HiddenStateAccountant().get_optimizer_hook_fn(BATCH / RECORDS)
+def test_a_hook_by_hand_says_nothing_of_its_loader():
+    loop, accountant = make("poisson"), HiddenStateAccountant()
+    loop.optimizer.generator = None  # as Opacus' own optimizers have it
+    loop.optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(BATCH / RECORDS))
+    with pytest.raises(hsa.UnsupportedRunError, match="after make_private of a PrivacyEngine"):
+        accountant.declare_run()
+    loop.epoch()
+    assert accountant.get_epsilon(DELTA) > 0
+    assert DEFAULT_NOISE in accountant.guarantee.assumptions
+    loop.model.allow_grad_accumulation()
+    loop.optimizer.zero_grad()
+    for features, labels in itertools.islice(loop.loader, 2):
+        loop.criterion(loop.model(features), labels).backward()
+    with pytest.raises(hsa.UnsupportedRunError, match="gradients of 2 batches"):
+        loop.optimizer.step()  # eight batches at a rate are no batch at eight times the rate
 
 
 @pytest.mark.parametrize("declare", [True, False])

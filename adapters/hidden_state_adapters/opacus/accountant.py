@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import attrs
@@ -37,7 +38,7 @@ from hidden_state_adapters.opacus.registry import (
     declared_by,
     declared_texts,
 )
-from hidden_state_adapters.opacus.stock import ON_TRUST, StockRun
+from hidden_state_adapters.opacus.stock import ON_TRUST, StockRun, rows_of_step
 from hidden_state_adapters.public_numbers import warn_of_delta
 
 MECHANISM = "hidden_state"
@@ -144,31 +145,50 @@ class HiddenStateAccountant(IAccountant):
         self._runs[:] = [*(known for known in self._runs if known is not before), run]
 
     def get_optimizer_hook_fn(self, sample_rate: float) -> Callable[[DPOptimizer], None]:
-        """Returns the hook that records a step of one optimizer; see `IAccountant`."""
-        self._made = made = StockRun.by_caller(self, sample_rate)
-        self._check = made.check_moved
+        """Returns the hook that records a step of one optimizer; see `IAccountant`.
+
+        Of one that is attached by hand the batches are taken for Poisson batches of this rate.
+        """
+        made = StockRun.by_caller(self, sample_rate)
+        if made is None:
+            return lambda optimizer: self._take_step_by_hand(optimizer, sample_rate)
+        self._made, self._check = made, made.check_moved
         return lambda optimizer: self._take_step(made)
+
+    def _take_step_by_hand(self, optimizer: DPOptimizer, sample_rate: float) -> None:
+        self.check_not_refused()
+        refuse_in_budget("run of a DPOptimizer")
+        self._refuse_mixture(self._runs)
+        with self._ended_by_refusals():
+            rows_of_step(optimizer, len(self) + 1)
+        self._add_undeclared(optimizer, sample_rate, whose_noise(optimizer))
+        self._lineage.hang_on(nn.ParameterList(optimizer.params), optimizer.params)
+
+    @contextlib.contextmanager
+    def _ended_by_refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except UnsupportedRunError as error:
+            self.refuse(f"A step of the run was refused, which ended it: {error}")
+            raise
+
+    def _add_undeclared(self, optimizer: DPOptimizer, rate: float, *own: Assumption) -> None:
+        self.step(noise_multiplier=optimizer.noise_multiplier, sample_rate=rate)
+        self._lineage.undeclared += 1
+        self._of_undeclared = merge_assumptions([self._of_undeclared, own])
 
     def _take_step(self, made: StockRun) -> None:
         """Records the next step of an optimizer; what is refused after `_admit` ends the run."""
         self._admit(made)
-        try:
+        with self._ended_by_refusals():
             made.observe(len(self) + 1)
-        except UnsupportedRunError as error:
-            self.refuse(f"A step of the run was refused, which ended it: {error}")
-            raise
-        if made.accounted is None:
-            noise = made.optimizer.noise_multiplier
-            self.step(noise_multiplier=noise, sample_rate=made.sample_rate)
-            self._lineage.undeclared += 1
-        if made.num_steps > 1:
-            return
-        self._lineage.hang_on(made.inner, made.optimizer.params)
         own = whose_noise(made.optimizer), *made.coins
-        if made.accounted is not None:
-            made.accounted.assume(*own)
-        else:
-            self._of_undeclared = merge_assumptions([self._of_undeclared, own])
+        if made.accounted is None:
+            self._add_undeclared(made.optimizer, made.sample_rate, *own)
+        if made.num_steps == 1:
+            self._lineage.hang_on(made.inner, made.optimizer.params)
+            if made.accounted is not None:
+                made.accounted.assume(*own)
 
     def _admit(self, made: StockRun) -> None:
         """Raises UnsupportedRunError, whatever the records are, if there may be no step."""

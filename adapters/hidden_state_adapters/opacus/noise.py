@@ -19,6 +19,10 @@ OWN_NOISE = Assumption.checked(
 GIVEN_NOISE = Assumption.declared(
     "noise_generator has a random seed that nobody else ever knows, and gives no other noise"
 )
+DEFAULT_NOISE = Assumption.declared(
+    "the seed of torch's default generator, which the noise of a step hook that was attached by "
+    "hand comes from, is random, and nobody else ever knows it"
+)
 SECURE_NOISE = Assumption.declared(
     "secure_mode: its generator reads the operating system's cryptographic source"
 )
@@ -64,4 +68,6 @@ def whose_noise(optimizer: DPOptimizer) -> Assumption:
     """Lists the generator that the noise comes from."""
     if isinstance(optimizer.generator, OwnGenerator):
         return OWN_NOISE
+    if optimizer.generator is None:
+        return DEFAULT_NOISE
     return SECURE_NOISE if optimizer.secure_mode else GIVEN_NOISE

@@ -114,8 +114,12 @@ class StockRun:
         return sum(param._version for param in self.optimizer.params)
 
     @classmethod
-    def by_caller(cls, accountant: Any, sample_rate: float) -> StockRun:
-        """Reads off the variables of make_private, which tells its accountant the rate only."""
+    def by_caller(cls, accountant: Any, sample_rate: float) -> StockRun | None:
+        """Reads off the variables of make_private, which tells its accountant the rate only.
+
+        Returns:
+            The run; None if something else asks for the hook.
+        """
         frame: Any = sys._getframe(1)
         calls = {}
         while frame is not None:
@@ -124,10 +128,7 @@ class StockRun:
                 calls[frame.f_code.co_name] = names
             frame = frame.f_back
         if "make_private" not in calls:
-            raise UnsupportedRunError(
-                "Expected opacus.PrivacyEngine.make_private, got a call of get_optimizer_hook_fn "
-                "elsewhere: nothing says which batches the loop uses. Use that engine."
-            )
+            return None
         made = calls["make_private"]
         inner = getattr(made["module"], "_module", made["module"])
         run = cls(sample_rate, made["data_loader"], inner, made["optimizer"])
@@ -226,9 +227,7 @@ class StockRun:
 
     def observe(self, step: int) -> None:
         """Records a step; raises UnsupportedRunError if it is none of the run."""
-        _check_kind(self.optimizer, step)
-        _check_finite(self.optimizer, step)
-        rows = _count_rows(self.optimizer, step)
+        rows = rows_of_step(self.optimizer, step)
         if self.accounted is not None:
             self.accounted.recorder.add_counted(self._step(step, rows), 1)
         self.num_steps += 1
@@ -304,6 +303,17 @@ def _check_layers(module: nn.Module) -> None:
                 "uses, without noise. Leave max_norm out."
             )
     refuse_packed_sequences(module)
+
+
+def rows_of_step(optimizer: DPOptimizer, step: int) -> int | None:
+    """Returns the rows of the batch of a step, or None where Opacus hides them.
+
+    Raises:
+        UnsupportedRunError: It is not one step of Opacus on one batch.
+    """
+    _check_kind(optimizer, step)
+    _check_finite(optimizer, step)
+    return _count_rows(optimizer, step)
 
 
 def _check_kind(optimizer: DPOptimizer, step: int) -> None:
