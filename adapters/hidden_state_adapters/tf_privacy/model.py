@@ -380,9 +380,9 @@ class HiddenStateModel(PrivateTraining):
         Checkpoints count.
       - Random batches come from the operating system, the noise from a generator that it seeded
         (TensorFlow's generators are not cryptographic).
-      - With a `feature_norm` it is a head run: the features of all examples are made once, measured
-        and held, and gradients come from them in closed form. Without one every example is
-        differentiated alone.
+      - With a `feature_norm` and a known loss it is a head run: the features of all examples are
+        made once, measured and held, and gradients come from them in closed form. Else every
+        example is differentiated alone.
       - Batches, learning rates, clip norm and noise are those that the run itself deals and makes.
         Checked in every step: variables and moments bit by bit, and finite gradients no longer than
         the geometry says. A step that fails ends the run.
