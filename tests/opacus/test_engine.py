@@ -296,6 +296,8 @@ def test_equal_groups_and_frozen_parameters_are_fine(make_run):
     run = make_run(model=model, loss_geometry=loss, feature_norm=10.0)
     run.epoch()
     assert run.engine.privacy_event.num_steps == 6
+    lines = [str(assumption) for assumption in run.engine.assumptions]
+    assert "declared: feature norms at most 10" in lines
 
 
 @pytest.mark.parametrize(

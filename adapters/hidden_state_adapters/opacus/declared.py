@@ -406,8 +406,10 @@ def resolve_loss(
         criteria.check_reduction(criterion, reduction)
     criteria.refuse_weights_of_the_batch(criterion)
     if feature_norm is not None:
-        raise UnsupportedRunError(
-            f"Expected feature_norm = None here, got {feature_norm!r}: it goes with the known loss "
-            "of one linear head. Pass criterion=, too, or leave it out."
-        )
+        if loss_geometry is None:
+            raise UnsupportedRunError(
+                f"Expected feature_norm = None here, got {feature_norm!r}: it goes with the known "
+                "loss of one linear head. Pass criterion=, too, or leave it out."
+            )
+        validate.real("feature_norm", feature_norm, above=0)  # of the loss that was declared
     return loss_geometry, None

@@ -234,6 +234,9 @@ class SampledRun(Passes):
             "loop uses it was not)"
         )
         yield Assumption.declared(f"{LOSS_OF_RECORDS}{looked if self._has_apart_losses else ''}")
+        norm = self._declared.arguments.feature_norm
+        if norm is not None:
+            yield Assumption.declared(f"feature norms at most {float(norm):g}")
 
 
 def _rows_of(values: Iterable[Any], dim: int) -> int | None:
