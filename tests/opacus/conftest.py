@@ -91,8 +91,8 @@ def make_run(make_loader):
             **({} if "poisson_sampling" in kwargs else {"batch_order": "cyclic"}),
             **kwargs,
         }
-        if arguments.get("loss_geometry", "auto") != "auto":
-            arguments.pop("feature_norm", None)
+        if arguments.get("loss_geometry", "auto") != "auto" and "feature_norm" not in kwargs:
+            arguments.pop("feature_norm")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Opacus: secure mode is off
             engine = engine or HiddenStatePrivacyEngine()
