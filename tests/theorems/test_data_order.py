@@ -24,6 +24,7 @@ from hidden_state_accountants.bounds.solvers.carries import (
     best_carries,
     carried_curve,
 )
+from hidden_state_accountants.bounds.solvers.shifts import least_mu_squared
 from hidden_state_accountants.curves.base import GaussianMixtureCurve, best_curve, known_of
 from hidden_state_accountants.curves.gaussian import delta_from_mu
 from hidden_state_accountants.curves.hidden_place import HiddenPlaceCurve
@@ -327,6 +328,23 @@ def test_an_epoch_that_expands_costs_what_theorem_a_says(period, contraction):
     found = epochs.costs(np.zeros(3))[0] * epochs.scale
     expected = segment_mu_squared(process, 0, period, range(period))
     np.testing.assert_allclose(found, expected, rtol=1e-11)
+
+
+@pytest.mark.parametrize("period", [60, 200, 850])
+def test_no_order_costs_more_after_epochs_that_expand(period):
+    """A record late in an epoch is far below the rounding of what is carried into it."""
+    event = cyclic_run(batch_order="reshuffled", num_steps=3 * period, dataset_size=5 * period)
+    process = attrs.evolve(
+        noisy_process(event, SPECIAL), contraction=np.full(3 * period, 1.5), is_constant=False
+    )
+    epochs = EpochCosts.of(process)
+    for carries in (best_carries(epochs), np.array([0.0, 0.005, 0.3, 0.0])):
+        costs = epochs.costs(carries) * epochs.scale
+        for positions in ([0, 0, 0], [period // 2] * 3, [period - 1] * 3, [0, period - 3, 1]):
+            at = [period * epoch + position for epoch, position in enumerate(positions)]
+            pushes = np.where(np.isin(np.arange(3 * period), at), process.sensitivity, 0.0)
+            exact = least_mu_squared(process.contraction, pushes, process.noise_std)
+            assert exact <= costs[range(3), positions].sum() * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("steps", [12, 10])

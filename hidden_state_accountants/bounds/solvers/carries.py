@@ -45,17 +45,16 @@ class EpochCosts:
     Attributes:
         whole: The product of all contractions of an epoch, shape (epochs,).
         mass: s_t C_t, shape (epochs, positions); 0 at positions that are never reached.
-        before: The sum of (C_i sigma_i)**2 over the steps i < t of the epoch, of the same shape.
-        total: The same sum over all steps, shape (epochs, 1).
-        weight_before: One over `before`; 0 if there are no such steps.
-        weight_after: One over the sum of the steps from t on.
+        total: The sum of (C_t sigma_t)**2 over all steps, shape (epochs, 1).
+        weight_before: One over this sum over the steps i < t, shape (epochs, positions); inf if
+            there are none.
+        weight_after: One over the sum over the steps from t on.
         is_released: True where the iterate after the epoch is released, shape (epochs,).
         scale: The unit of all costs.
     """
 
     whole: np.ndarray
     mass: np.ndarray
-    before: np.ndarray
     total: np.ndarray
     weight_before: np.ndarray
     weight_after: np.ndarray
@@ -93,9 +92,9 @@ class EpochCosts:
         scale = (shift_unit / noise_unit) ** 2
         total = sums[:, -1:]
         with np.errstate(divide="ignore"):
-            weight_before = np.where(before > 0, 1 / before, 0.0)
+            weight_before = 1 / before
             weight_after = 1 / np.cumsum(weights[:, ::-1], axis=1)[:, ::-1]
-        return cls(whole, mass, before, total, weight_before, weight_after, released, scale)
+        return cls(whole, mass, total, weight_before, weight_after, released, scale)
 
     def costs(self, carries: np.ndarray) -> np.ndarray:
         """v_e(j) in units of `scale`, shape (epochs, positions), of the carries Z_0, ..., Z_E.
@@ -106,10 +105,14 @@ class EpochCosts:
         return self._costs_of(self._parts(carries))
 
     def _parts(self, carries: np.ndarray) -> _Parts:
-        carried = (carries[:-1] * self.whole)[:, None]
         own = self.mass - carries[1:, None]
-        shifted = np.maximum(carried + own, 0.0)
-        return _Parts(carried, own, shifted, shifted * self.before <= carried * self.total)
+        with np.errstate(over="ignore", invalid="ignore"):
+            carried = (carries[:-1] * self.whole)[:, None]
+            # Not by their sums, in which a record may be far below the rounding.
+            early, late = carried * self.weight_before, own * self.weight_after
+        falls = (early >= late) & (late < np.inf)
+        is_line = (own <= 0) | (self.weight_before == np.inf) | falls
+        return _Parts(carried, own, np.maximum(carried + own, 0.0), is_line)
 
     def _costs_of(self, parts: _Parts) -> np.ndarray:
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -134,7 +137,7 @@ class EpochCosts:
         shares = np.exp(costs - costs.max(axis=1, keepdims=True))
         shares /= shares.sum(axis=1, keepdims=True)
         # Derivatives of v_e(j) by what was carried into the epoch (x) and out of it (y).
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore", over="ignore"):
             slope = 2 * parts.shifted / total
             by_x = np.where(parts.is_line, slope, 2 * parts.carried * self.weight_before)
             by_y = -np.where(parts.is_line, slope, 2 * parts.own * self.weight_after)
