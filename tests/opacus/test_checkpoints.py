@@ -203,6 +203,29 @@ def test_an_older_checkpoint_does_not_forget(make_run, tmp_path):
         again.engine.load_checkpoint(path=path, discard_later_steps=True)
 
 
+@pytest.mark.parametrize("order", ["cyclic", *SECRET])
+def test_the_record_alone_is_no_run_that_goes_on(make_run, order):
+    """A secret order would be drawn anew, and be accounted as one that goes on."""
+    run = make_run(batch_order=order)
+    steps(run, 3)
+    back = make_run(batch_order=order)
+    back.engine.accountant.load_state_dict(run.engine.accountant.state_dict())
+    with pytest.raises(hsa.UnsupportedRunError, match="took 0 steps, but 3 are recorded"):
+        back.epoch()
+
+
+def test_what_cannot_be_loaded_leaves_no_error_behind(make_dice, tmp_path):
+    """The error of the checkpoint would be fed to a run that is accounted from an error of 0."""
+    run, path = make_dice(), tmp_path / "c.pt"
+    run.epoch()
+    run.engine.save_checkpoint(path=path, **PRIVATE)
+    second = make_dice(engine=run.engine)
+    with pytest.raises(ValueError, match="accountant without steps, got one with 6"):
+        second.engine.load_checkpoint(path=path)
+    assert not any(error.any() for error in second.optimizer._errors)
+    assert not second.optimizer.run.is_loading
+
+
 def test_own_entries_and_pieces(make_run, tmp_path):
     run, path = make_run(), tmp_path / "c.pt"
     own = {"mine": 1}

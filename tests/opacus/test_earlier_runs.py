@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import DiceSGD, HiddenStatePrivacyEngine
+from hidden_state_adapters.opacus.accountant import HiddenStateAccountant
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -192,6 +193,16 @@ def test_opacus_own_engine_refuses():
     for model in (own, copy.deepcopy(own), stock):
         with pytest.raises((hsa.UnsupportedRunError, ValueError), match=r"6 steps of|hooks twice"):
             Run(stock_engine(), model).epoch()
+
+
+def test_a_hook_by_hand_refuses():
+    model, accountant = trained(hidden_state_engine()).plain, HiddenStateAccountant()
+    layer = nn.Linear(5, 3)
+    layer.weight, layer.bias = model.weight, model.bias
+    run = Run(PrivacyEngine(accountant="rdp"), layer)
+    run.optimizer.attach_step_hook(accountant.get_optimizer_hook_fn(1 / 6))
+    with pytest.raises(hsa.UnsupportedRunError, match="6 steps of another engine"):
+        run.epoch()
 
 
 def test_runs_of_opacus_own_engine():

@@ -376,6 +376,30 @@ def test_a_head_on_its_own_outputs_is_no_linear_model(make_run):
         run.epoch()
 
 
+class WithFeatures(nn.Module):
+    """A model that returns its features if it is asked to."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 5).requires_grad_(False)
+        self.head = nn.Linear(5, 3)
+
+    def forward(self, records, returns_features=False):
+        features = torch.sigmoid(self.body(records)) / 3
+        return features if returns_features else self.head(features)
+
+
+def test_features_that_the_loop_mixes_before_the_head(make_run):
+    """They were taken for those of the pass before, which the model took from the batch."""
+    run = make_run(model=WithFeatures())
+    records, labels = next(iter(run.loader))
+    features = run.model(records, returns_features=True)
+    mixed = (features + features.mean(dim=0)) / 2
+    run.criterion(run.plain_model.head(mixed), labels).backward()
+    with pytest.raises(hsa.UnsupportedRunError, match="is not what the loader drew"):
+        run.optimizer.step()
+
+
 def test_the_norm_of_features_goes_with_a_known_loss():
     model = nn.Linear(5, 3)
     with pytest.raises(hsa.UnsupportedRunError, match=r"feature_norm = None here, got 1\.0"):

@@ -181,6 +181,11 @@ class Own(BoxProjection):
         pass
 
 
+def replaced(params):
+    for place, p in enumerate(params):
+        params[place] = p.clamp(-9, 9)
+
+
 @pytest.mark.parametrize(
     ("after", "error", "text"),
     [
@@ -193,6 +198,7 @@ class Own(BoxProjection):
         ((clamp, -1.0), ValueError, "the projection > 0"),
         (ParameterBallsProjection([1.0]), ValueError, "each of the 2 trainable"),
         ((lambda params: [p.clamp(-9, 9) for p in params], 1.0), TypeError, "in place and to"),
+        ((replaced, 1.0), TypeError, "in place and to"),
     ],
 )  # fmt: skip
 def test_arguments(make_run, after, error, text):

@@ -159,10 +159,12 @@ class HiddenStateAccountant(IAccountant):
         self.check_not_refused()
         refuse_in_budget("run of a DPOptimizer")
         self._refuse_mixture(self._runs)
+        params = nn.ParameterList(optimizer.params)
+        self._refuse_others_runs(params)
         with self._ended_by_refusals():
             rows_of_step(optimizer, len(self) + 1)
         self._add_undeclared(optimizer, sample_rate, whose_noise(optimizer))
-        self._lineage.hang_on(nn.ParameterList(optimizer.params), optimizer.params)
+        self._lineage.hang_on(params, optimizer.params)
 
     @contextlib.contextmanager
     def _ended_by_refusals(self) -> Iterator[None]:
@@ -202,14 +204,18 @@ class HiddenStateAccountant(IAccountant):
         self._refuse_mixture(made.accounted is None and self._runs)
         if made.num_steps:
             return
-        for past in self._lineage.missing(made.inner):
+        self._refuse_others_runs(made.inner)
+        if made.accounted is None:
+            made.check_undeclared()
+
+    def _refuse_others_runs(self, module: nn.Module) -> None:
+        """Raises UnsupportedRunError for weights of runs that this accountant does not know."""
+        for past in self._lineage.missing(module):
             raise UnsupportedRunError(
                 f"Expected a model that no other engine has trained, got one with "
                 f"{past['num_steps']} steps of another engine, whose epsilon this engine does not "
                 "know. Train with HiddenStatePrivacyEngine, which composes the runs."
             )
-        if made.accounted is None:
-            made.check_undeclared()
 
     # Runs of HiddenStatePrivacyEngine
 
@@ -336,6 +342,14 @@ class HiddenStateAccountant(IAccountant):
         destination["assumptions"] = declared_texts(self._of_undeclared)
         return destination
 
+    def check_empty(self) -> None:
+        """Raises ValueError if there are steps, which nothing that is loaded may replace."""
+        if len(self):
+            raise ValueError(
+                f"Expected to load into an accountant without steps, got one with {len(self)}: "
+                "spent budget is never forgotten. Call make_private on a fresh engine, then load."
+            )
+
     def load_state_dict(self, state_dict: Any) -> None:
         """Restores what `state_dict` returned, into an accountant without steps.
 
@@ -345,11 +359,7 @@ class HiddenStateAccountant(IAccountant):
         Raises:
             ValueError: Opacus does not take the state, or the states do not belong together.
         """
-        if len(self):
-            raise ValueError(
-                f"Expected to load into an accountant without steps, got one with {len(self)}: "
-                "spent budget is never forgotten. Call make_private on a fresh engine, then load."
-            )
+        self.check_empty()
         IAccountant.load_state_dict(HiddenStateAccountant(), state_dict)  # for its checks
         relation = state_dict.get("neighboring_relation", self.neighboring_relation.name)
         if relation != self.neighboring_relation.name:

@@ -26,6 +26,7 @@ REMEDY = (
     "targets=, the function of the loader's last tensor that it applies; every record by itself."
 )
 _COMPOSE = "Leave out criterion= and feature_norm= (and loss_geometry=): every step then counts."
+_PASSIVE = (nn.Flatten, nn.Identity)  # change neither values nor what a record is
 _ALIKE = 1e-3  # of the length of slopes that are told apart
 _FUNCTIONS: dict[Callable[..., Any], type[nn.Module]] = {
     F.cross_entropy: nn.CrossEntropyLoss,
@@ -345,9 +346,27 @@ def auto_loss_geometry(
             "criterion= and feature_norm= need a linear layer that computes nothing else, got a "
             f"forward hook on Linear. {_COMPOSE}"
         )
-    loss = KnownCriterion.of(criterion, head.out_features).loss
+    known = KnownCriterion.of(criterion, head.out_features)
+    # A LogSoftmax is part of the loss, and changes nothing where it was applied before.
+    is_softmax = isinstance(known.criterion, nn.CrossEntropyLoss)
+    passive = (*_PASSIVE, nn.LogSoftmax) if is_softmax else _PASSIVE
+    after = [type(part).__name__ for part in _after(module, head) if type(part) not in passive]
+    if after:
+        raise UnsupportedRunError(
+            "criterion= and feature_norm= need a model that ends with its linear layer, got "
+            f"{', '.join(after)} after it. {_COMPOSE}"
+        )
     check_reduction(criterion, loss_reduction)
-    return loss.geometry(feature_norm, head.bias is not None)  # type: ignore[arg-type]
+    return known.loss.geometry(feature_norm, head.bias is not None)  # type: ignore[arg-type]
+
+
+def _after(module: nn.Module, head: nn.Module) -> list[nn.Module]:
+    """Returns what follows `head` in the nn.Sequential containers that hold it."""
+    if type(module) is not nn.Sequential:
+        return []
+    children = list(module)
+    places = [k for k, child in enumerate(children) if any(p is head for p in child.modules())]
+    return [*_after(children[places[0]], head), *children[places[0] + 1 :]]
 
 
 def _is_known_hook(hook: Any) -> bool:

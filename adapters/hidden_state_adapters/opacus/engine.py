@@ -661,6 +661,7 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
         def load() -> dict[str, Any]:
             options = {"weights_only": True, **(torch_load_kwargs or {})}
             checkpoint: dict[str, Any] = torch.load(path, **options)
+            self.accountant.check_empty()
             if run is not None:
                 run.check_state(checkpoint, discard_later_steps)
             elif SECTION in checkpoint:

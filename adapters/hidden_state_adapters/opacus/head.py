@@ -80,7 +80,8 @@ class HeadRun(Passes):
         self.handles = [head.register_forward_hook(self._note, with_kwargs=True, prepend=True)]
         if self._has_layers:
             begin = self._module.register_forward_pre_hook(self._begin, with_kwargs=True)
-            self.handles.append(begin)
+            end = self._module.register_forward_hook(self._end, always_call=True)
+            self.handles += [begin, end]
 
     # In a pass; a compiled model would write what a hook keeps into its graph
 
@@ -92,6 +93,9 @@ class HeadRun(Passes):
             self._declared.frozen.check_batch_norm(self._modules)
             self._call = args, kwargs
         return None
+
+    def _end(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._call = None  # what reaches the head later did not go through the model
 
     def _note(
         self, head: nn.Linear, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -158,7 +162,8 @@ class HeadRun(Passes):
                 slopes = self._known.slopes(outputs, target)
             except (TypeError, ValueError) as problem:
                 raise UnsupportedRunError(f"The targets of the batch: {problem}") from None
-            mixes = self._mixing(self._features, rows) if self._is_open and rows > 1 else ""
+            looks = self._is_open and rows > 1 and bool(self._calls)
+            mixes = self._mixing(self._features, rows) if looks else ""
         lengths, sizes = row_norms(features), row_norms(slopes)
         if len(params) == 2:
             norms = sizes * torch.hypot(lengths, _ONE)

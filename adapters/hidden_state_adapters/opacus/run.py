@@ -85,9 +85,15 @@ class TrainingRun:
         self.passes.check_iterate(self.num_steps)
 
     def check_alive(self) -> None:
-        """Raises UnsupportedRunError if the run was closed."""
+        """Raises UnsupportedRunError if the run was closed, or only its record was restored."""
         if self._closed:
             raise UnsupportedRunError(self._closed)
+        if self.record.num_steps != self.num_steps and not self.accounted.failure:
+            raise UnsupportedRunError(
+                f"The optimizer took {self.num_steps} steps, but {self.record.num_steps} are "
+                "recorded. Restore a run with engine.load_checkpoint, which restores model, "
+                "record, hidden state and position together."
+            )
 
     def check_not_refused(self) -> None:
         """Raises UnsupportedRunError if a step of this run was refused or interrupted."""

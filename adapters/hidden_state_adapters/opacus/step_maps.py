@@ -228,7 +228,9 @@ class UsersMap(StepMap):
     def apply(self, params: Sequence[torch.Tensor], step_size: float) -> None:
         """See `StepMap.apply`."""
         further = (step_size,) if self.name == "prox" else ()
-        if self._function(list(params), *further) is not None:
+        given = list(params)
+        returned = self._function(given, *further)
+        if returned is not None or [*map(id, given)] != [*map(id, params)]:
             raise TypeError(
                 f"Expected {self.name} to change the tensors of a list in place and to return "
                 "None, got another result. Write for example p.clamp_(-1, 1) for each p."
