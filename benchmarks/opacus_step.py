@@ -410,7 +410,7 @@ All optimizers take turns in one process on the same model and batches; only the
 
 - "head run": `HiddenStatePrivacyEngine` with `criterion` and `feature_norm`, in a fixed order;
 - "DiceSGD": the same with `mechanism=DiceSGD()`; of other models from Opacus' gradients;
-- "composition": without `criterion` and `feature_norm`;
+- "composition": without `criterion` and `feature_norm`, from Opacus' gradients;
 - "stock + ours": a stock `PrivacyEngine(accountant="hidden_state")`.
 """
 

@@ -58,9 +58,9 @@ def test_gradients_that_nobody_applies_leave_the_error_alone():
     x, optimizer = tf.Variable(np.zeros(3)), make(False)
     rows = lambda: tf.linalg.matvec(tf.constant(np.full((4, 3), 9.0)), x)  # noqa: E731
     optimizer.minimize(rows, [x])
-    before = [error.numpy() for error in optimizer._steps.step.rule._errors]
+    before = [error.numpy() for error in optimizer._steps.rule._errors]
     optimizer._compute_gradients(rows, [x])
-    for error, old in zip(optimizer._steps.step.rule._errors, before, strict=True):
+    for error, old in zip(optimizer._steps.rule._errors, before, strict=True):
         np.testing.assert_array_equal(error, old)
     assert np.linalg.norm(before) > 1
 
@@ -238,7 +238,7 @@ NEEDLES = [kind(MARK).tobytes() for kind in (np.float32, np.float64)]
 
 
 def error_of(optimizer):
-    return np.concatenate([np.ravel(part) for part in optimizer._steps.step.rule._errors]).tolist()
+    return np.concatenate([np.ravel(part) for part in optimizer._steps.rule._errors]).tolist()
 
 
 def marked(variant="sgd", dtype="float64", **options):
@@ -311,7 +311,7 @@ def test_copies_and_pickles_start_anew():
         assert again._steps is None
     for copier in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied or pickled"):
-            copier(optimizer._steps.step.rule)
+            copier(optimizer._steps.rule)
 
 
 @pytest.mark.parametrize("suffix", [".keras", ".h5", ""])

@@ -47,7 +47,7 @@ def test_a_product_of_trained_matrices_is_no_linear_layer():
     model = make([low_rank()])
     fit(model)
     assert isinstance(model._run.clipping[0], RowByRow)
-    assert len(model._run.steps.step.variables) == 3
+    assert len(model._run.steps.variables) == 3
     assert model.get_epsilon(1e-5) > 0
 
 

@@ -24,8 +24,7 @@ REFUSED = {
     "workers": "or a MirroredStrategy, got CollectiveAllReduceStrategy",
 }
 OPTIMIZERS = [  # which need Keras 2
-    f"optimizer_{way}"
-    for way in ("constructed_in_scope", "fit_without_callback", "own_loop", "fit")
+    f"optimizer_{way}" for way in ("fit_without_callback", "own_loop", "fit")
 ]
 
 

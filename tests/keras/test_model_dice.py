@@ -62,7 +62,7 @@ def weights(model):
 
 
 def held_error(model):
-    return np.concatenate([np.ravel(part) for part in model._run.steps.step.rule._errors])
+    return np.concatenate([np.ravel(part) for part in model._run.steps.rule._errors])
 
 
 @pytest.fixture
@@ -230,4 +230,4 @@ def test_the_error_is_in_no_file(tmp_path):
     assert np.count_nonzero(error) == len(error)
     assert not np.isin(error, numbers).any()
     with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied"):
-        copy.deepcopy(model._run.steps.step.rule)
+        copy.deepcopy(model._run.steps.rule)

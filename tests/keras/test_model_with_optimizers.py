@@ -18,7 +18,7 @@ from hidden_state_adapters.tf_privacy import (
     HiddenStateSequential,
     make_private,
 )
-from hidden_state_adapters.tf_privacy.step import PrivateStep
+from hidden_state_adapters.tf_privacy.algorithm import Algorithm
 
 pytestmark = pytest.mark.usefixtures("without_graphs", "row_by_row")
 optimizers, layers = tf.keras.optimizers, tf.keras.layers
@@ -102,7 +102,7 @@ PAIRS = {
 @pytest.mark.parametrize("name", PAIRS)
 def test_it_is_the_same_run(name, monkeypatch):
     """With the noise that it accounts, which is left out of the weights here."""
-    monkeypatch.setattr(PrivateStep, "_with_noise", lambda step, sums: list(sums))
+    monkeypatch.setattr(Algorithm, "_with_noise", lambda step, sums: list(sums))
     optimizer, plain, settings = PAIRS[name]
     settings = {"l2_norm_clip": CLIP, "noise_multiplier": NOISE, **settings}
     short = fit(make(optimizer(NOISE)))
@@ -123,7 +123,7 @@ def test_noise_is_added_once(name, monkeypatch):
         deviations.append(deviation := self.noise_multiplier * self.clip)
         return [part + tf.cast(deviation, part.dtype) for part in sums]
 
-    monkeypatch.setattr(PrivateStep, "_with_noise", known)
+    monkeypatch.setattr(Algorithm, "_with_noise", known)
     model = make(PAIRS[name][0](NOISE))
     before = np.vstack(model.get_weights()[:1])
     model.fit(np.zeros_like(X), Y, batch_size=BATCH, epochs=1, verbose=0)

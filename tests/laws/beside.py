@@ -134,29 +134,25 @@ def main() -> int:
 
 
 def report(revision: str, answers) -> int:
-    """Prints the ratios by order, and the runs with the largest and the smallest ones."""
+    """Prints the ratios by order and delta, with the runs of the largest and the smallest ones."""
     ratios, lost, known = collections.defaultdict(list), [], 0
     for (event, relation), now, then in answers:
         if isinstance(then, str) or isinstance(now, str):
             lost += [(event, relation, now)] if not isinstance(then, str) else []
             continue
         known += 1
-        shares = [
-            (1.0 if one == other else one / other if other else math.inf, delta)
-            for delta, one, other in zip(DELTAS, now, then, strict=True)
-        ]
-        for share in {min(shares), max(shares)}:
-            ratios[event.batch_order].append((*share, event, relation))
+        for delta, one, other in zip(DELTAS, now, then, strict=True):
+            ratio = 1.0 if one == other else one / other if other else math.inf
+            ratios[event.batch_order.value, -delta].append((ratio, relation.name, event))
     print(f"{known} runs with figures, beside {revision}; reported now over reported there")
-    for order, rows in sorted(ratios.items(), key=lambda item: item[0].value):
-        found = sorted(ratio for ratio, *_ in rows)
+    for (order, delta), rows in sorted(ratios.items()):
+        rows.sort(key=lambda row: row[0])
+        found, name = [ratio for ratio, *_ in rows], f"{order} at delta {-delta:g}"
         middle = found[len(found) // 2]
-        print(f"  {order.value}: {found[0]:.6f} to {found[-1]:.6f}, median {middle:.6f}")
-    rows = sorted((row for rows in ratios.values() for row in rows), key=lambda row: row[0])
-    for title, worst in (("smaller", rows[:3]), ("larger", rows[:-4:-1])):
-        for ratio, delta, event, relation in worst:
-            if ratio != 1:
-                print(f"{title}: {ratio:.6f} at delta {delta:g}, {relation.name}, {event!r}")
+        print(f"{name}: {found[0]:.6f} to {found[-1]:.6f}, median {middle:.6f}")
+        for ratio, relation, event in (rows[0], rows[-1]):
+            if not 0.999 < ratio < 1.001:
+                print(f"    {ratio:.6f}: {relation}, {event!r}")
     for event, relation, why in lost:
         print(f"no figure any more: {relation.name}, {event!r}: {why}")
     return 1 if lost else 0

@@ -674,7 +674,7 @@ MISUSES = (
     Misuse(1, batch_used_twice, "used no new batch, expected batch 1", None),
     Misuse(1, batch_used_after_the_pass, "no new batch, expected batch 0", None),
     Misuse(1, other_loader, "used no new batch, expected batch 0", None),
-    Misuse(1, batches_fetched_in_advance, "no new batch, expected batch 0", None),
+    Misuse(1, batches_fetched_in_advance, "no new batch, expected batch 2", None),
     Misuse(1, one_batch_ahead_and_an_older_one_again, "no new batch, expected batch 1", None),
     Misuse(1, one_batch_ahead_and_the_newer_one_used, "used batch 1, expected batch 0", None),
     Misuse(1, older_pass_goes_on, "loader anew|expected batch", None, goes_on=OPACUS),

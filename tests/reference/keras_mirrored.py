@@ -167,9 +167,6 @@ def refused_optimizer(way):
     """An optimizer with noise in Keras' own fit, or in a loop of somebody else."""
 
     def act(strategy):
-        if way == "constructed_in_scope":
-            with strategy.scope():
-                return adapter.CyclicDPKerasSGDOptimizer(1.0, 1.0)
         optimizer = adapter.CyclicDPKerasSGDOptimizer(1.0, 1.0)
         loss = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
         with strategy.scope():
@@ -192,7 +189,7 @@ def refused_optimizer(way):
     return act
 
 
-OPTIMIZERS = ("constructed_in_scope", "fit_without_callback", "own_loop", "fit")
+OPTIMIZERS = ("fit_without_callback", "own_loop", "fit")
 CASES = {
     **{f"optimizer_{way}": refused_optimizer(way) for way in OPTIMIZERS},
     "linear": difference,

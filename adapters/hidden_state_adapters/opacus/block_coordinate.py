@@ -8,7 +8,7 @@ from typing import Any
 
 import attrs
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from hidden_state_accountants import (
     BlockCoordinateDpEvent,
@@ -89,7 +89,6 @@ class BlockCoordinateOptimizer(PrivateOptimizer):
         gradients clipped (not the step size, which would depend on the records).
     """
 
-    base_types = (SGD,)
     options = BlockCoordinate
     refused = {  # noqa: RUF012
         "after": "DP-MBCD has l1, l2 and nonnegative for it",

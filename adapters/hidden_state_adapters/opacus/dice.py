@@ -25,7 +25,6 @@ from hidden_state_adapters.opacus.gradients import (
 )
 from hidden_state_adapters.opacus.private_step import PrivateOptimizer
 from hidden_state_adapters.opacus.update_rules import (
-    check_type,
     move_by_any_rule,
     refuse_moments,
     refuse_step_hooks,
@@ -139,11 +138,16 @@ class DiceSGDOptimizer(PrivateOptimizer):
         cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
     ) -> None:
         """Checks everything that the optimizer checks, before anything is changed."""
-        check_type(arguments.optimizer_class.__name__, optimizer, cls.base_types)
+        name = arguments.optimizer_class.__name__
+        if type(optimizer) not in cls.base_types:
+            kinds = " or ".join(f"torch.optim.{kind.__name__}" for kind in cls.base_types)
+            raise UnsupportedRunError(
+                f"Expected {kinds} in {name}, got {type(optimizer).__name__}: only these were read."
+            )
         refuse_step_hooks(optimizer)
         if arguments.loss_geometry not in (None, "auto"):
             raise UnsupportedRunError(
-                f"Expected loss_geometry = None with {arguments.optimizer_class.__name__}, got "
+                f"Expected loss_geometry = None with {name}, got "
                 f"{arguments.loss_geometry}: the bound on DiceSGD knows nothing of the loss but "
                 "gradient_bound. Leave it out; or pass criterion= and feature_norm=."
             )

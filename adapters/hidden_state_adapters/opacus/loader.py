@@ -22,8 +22,6 @@ from hidden_state_accountants import UnsupportedRunError
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_adapters.batch_plans import BatchPlan
 
-_AT_ONCE = 2  # the batch of the step, and one that is fetched ahead
-
 
 def leaves_of(value: Any) -> Iterator[Any]:
     """Yields the leaves of nested lists, tuples and mappings; other objects are not looked into."""
@@ -57,22 +55,13 @@ def _writes_to(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class _Pass:
-    """One iterator over the loader: steps taken when it began, batches that no step used."""
-
-    def __init__(self, begun_at: int):
-        self.begun_at, self.is_over = begun_at, False
-        self.waiting: collections.deque[Delivery] = collections.deque(maxlen=_AT_ONCE)
-
-
 class BatchCursor:
     """The batch that the loop is working on; written by the loader, read by the optimizer.
 
     Every iterator over the loader starts at the batch of the next step, and a batch is the same
     whenever it is dealt. So a loop may look at batches, leave an epoch early, or fetch one batch
-    ahead of its steps: `take` finds the batch whose turn it is among those that were handed over.
-    Where another one was handed over, too, the loop may have used that, and what goes into the
-    model has to be compared.
+    ahead of its steps. Where another batch than that of the step was handed over last, the loop may
+    have used it, and what goes into the model has to be compared from then on.
 
     Opacus' BatchMemoryManager builds a loader of its own around the batch sampler and announces
     every physical piece with `signal`. Announcements queue up, as many as its workers prefetch.
@@ -97,11 +86,16 @@ class BatchCursor:
     def resume_at(self, step: int) -> None:
         """The next pass starts where a run after `step` steps goes on."""
         self.steps_taken, self._first_batch = step, step % self._num_batches
-        self.latest, self._passes = _Pass(step), list[_Pass]()
-        self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
-        self._emitted: int | None = None
-        self._is_exhausted = self._fetches_ahead = self.was_fetched_ahead = False
         self.taken: Delivery | None = None
+        self._fetches_ahead = self.was_fetched_ahead = False
+        self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self._begun_at, self._is_exhausted = self.steps_taken, False
+        self._emitted: int | None = None
+        self._newest: int | None = None
+        self._waiting: dict[int, Delivery] = {}  # by the step
+        self._pieces: collections.deque[tuple[int | None, bool]] = collections.deque()
 
     @property
     def expected_index(self) -> int:
@@ -126,30 +120,19 @@ class BatchCursor:
         """An iterator over the batches starts."""
         self.check_finished()
         # In passes of one batch nothing else tells a loop that fetches ahead.
-        self._fetches_ahead |= self._num_batches == 1 and bool(self.waiting)
-        self._passes = [own for own in self._passes if own.waiting and not own.is_over]
-        self._pieces.clear()
-        self._emitted, self._is_exhausted = None, False
-        self.latest = _Pass(self.steps_taken)
+        self._fetches_ahead |= self._num_batches == 1 and bool(self._waiting)
+        self._forget_pass()
 
     def emit(self, step: int | None) -> None:
         """The batch sampler is about to yield the batch of a step; None at the end of its pass."""
         self._is_exhausted = step is None
         self._emitted = self._emitted if step is None else self._index_of(step)
 
-    def deliver(self, own: _Pass, step: int, tensors: tuple[torch.Tensor, ...]) -> None:
+    def deliver(self, step: int, tensors: tuple[torch.Tensor, ...]) -> None:
         """The loader hands the batch of a step to the loop."""
-        if own not in self._passes:
-            self._passes.append(own)
-        own.waiting.append(Delivery(self._index_of(step), tensors))
-
-    def end_pass(self, own: _Pass) -> None:
-        """Nobody can ask for further batches; what a look handed over is forgotten."""
-        own.is_over = True
-        if own.begun_at == self.steps_taken and any(
-            other.waiting and not other.is_over for other in self._passes
-        ):
-            own.waiting.clear()
+        self._newest = step
+        if step <= self.steps_taken + 1:  # others are fetched too far ahead to be held
+            self._waiting[step] = Delivery(self._index_of(step), tensors)
 
     def signal(self, do_skip: bool) -> None:
         """The next piece belongs to the current batch and, if `do_skip`, is not its last."""
@@ -161,7 +144,7 @@ class BatchCursor:
     @property
     def waiting(self) -> tuple[Delivery, ...]:
         """The batches that were delivered and not taken."""
-        return tuple(batch for own in self._passes for batch in own.waiting)
+        return tuple(self._waiting.values())
 
     def take(self) -> tuple[int | None, bool]:
         """Consumes the next piece: returns the index of its batch, and whether more pieces follow.
@@ -172,30 +155,24 @@ class BatchCursor:
             UnsupportedRunError: The loop left a piece out.
         """
         self.taken, self.was_fetched_ahead, self._first_batch = None, False, 0
+        step, index, do_skip = self.steps_taken, None, False
         if self._pieces:
             # Whoever gets a piece has asked for those that are prefetched, and for one more.
             self._refuse_left_out(len(self._pieces) > self._prefetched + 1)
             index, do_skip = self._pieces.popleft()
-            if not do_skip:
-                self._drop(index)
-            return index, do_skip
-        expected, waiting = self.expected_index, self.waiting
-        self.taken = next((b for b in reversed(waiting) if b.index == expected), None)
-        if not self._is_kept:
-            self._fetches_ahead |= bool(waiting) and waiting != (self.taken,)
+        elif self._is_kept:
+            self.taken = next(iter(self._waiting.values()), None)
+        else:
+            self.taken = self._waiting.get(step)
+            self._fetches_ahead |= bool(self._waiting) and self._newest != step
             self.was_fetched_ahead = self._fetches_ahead
-            self._drop(expected)
-        return (None if self.taken is None else self.taken.index), False
-
-    def _drop(self, index: int | None) -> None:
-        """A step uses the batch with this index, which makes all before it old."""
-        for own in [] if self._is_kept else self._passes:
-            while any(batch.index == index for batch in own.waiting):
-                own.waiting.popleft()
+        if not (do_skip or self._is_kept):
+            self._waiting = {s: batch for s, batch in self._waiting.items() if s > step}
+        return (index if self.taken is None else self.taken.index), do_skip
 
     def check_finished(self) -> None:
         """Raises UnsupportedRunError if pieces were left out at the end of a pass."""
-        has_taken = self.latest.begun_at < self.steps_taken
+        has_taken = self._begun_at < self.steps_taken
         self._refuse_left_out(self._is_exhausted and bool(self._pieces) and has_taken)
 
     def _refuse_left_out(self, is_left_out: bool) -> None:
@@ -209,7 +186,7 @@ class BatchCursor:
     @property
     def is_bypassed(self) -> bool:
         """True if a loader that is not the private one asked for the batches of this pass."""
-        return self._emitted is not None and self.latest not in self._passes
+        return self._emitted is not None and self._newest is None
 
     def forget(self) -> None:
         """The step is over, and the tensors of its batch are no longer needed."""
@@ -257,10 +234,9 @@ class OrderedDataLoader(DataLoader):
     _is_accelerate_prepared = True
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        cursor = self.batch_sampler.cursor
-        first = cursor.steps_taken
+        first = self.batch_sampler.cursor.steps_taken
         iterator = super().__iter__() if self.rows is None else iter(self._at_once())
-        return self._deliver(iterator, cursor.latest, first)
+        return self._deliver(iterator, first)
 
     def _at_once(self) -> DataLoader:
         return DataLoader(
@@ -271,14 +247,10 @@ class OrderedDataLoader(DataLoader):
             generator=self.generator,
         )
 
-    def _deliver(self, iterator: Iterator[Any], own: _Pass, first: int) -> Iterator[Any]:
-        cursor = self.batch_sampler.cursor
-        try:
-            for step, batch in enumerate(iterator, first):
-                cursor.deliver(own, step, tuple(tensors_of(batch)))
-                yield batch
-        finally:
-            cursor.end_pass(own)
+    def _deliver(self, iterator: Iterator[Any], first: int) -> Iterator[Any]:
+        for step, batch in enumerate(iterator, first):
+            self.batch_sampler.cursor.deliver(step, tuple(tensors_of(batch)))
+            yield batch
 
 
 _KEPT = (

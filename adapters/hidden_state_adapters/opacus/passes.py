@@ -127,30 +127,24 @@ class Passes:
 
         Also where other objects are in the places of its parameters.
         """
-        now = dict(self._module.named_parameters())
-        is_there = all(name in now for name in self._names)
-        moved = self._is_moved([now[name] for name in self._names]) if is_there else True
+        params = dict(self._module.named_parameters())
+        is_there = all(name in params for name in self._names)
+        moved = self._is_moved([params[name] for name in self._names]) if is_there else True
         if read([moved])[0]:
             raise UnsupportedRunError(
                 f"After step {steps} the parameters {_CHANGED} To end with an earlier iterate, "
                 "call engine.release() where it is the current one, and ask for epsilon before it "
                 "is put in."
             )
-        fixed = self._fixed_part()
-        for name in fixed.keys() - self._fixed.keys():
-            raise UnsupportedRunError(
-                f"The model after step {steps} has {name}, which was not there at the start and "
-                "may carry data of the records past the noise. Add it before make_private."
-            )
-        for name, was in self._fixed.items():
-            if fixed.get(name) == was:
-                continue
-            raise UnsupportedRunError(
-                f"The buffer or frozen parameter {name} has another value after step {steps} than "
-                "at the start: what is frozen is public, and a buffer (running statistics, "
-                "counters) carries data of the records past the noise. Put the layer that writes "
-                "it in eval() mode."
-            )
+        was, now = self._fixed, self._fixed_part()
+        for name in was.keys() | now.keys():
+            if now.get(name) != was.get(name):
+                raise UnsupportedRunError(
+                    f"The buffer or frozen parameter {name} has another value after step {steps} "
+                    "than at the start, or was not there: what is frozen is public, and a buffer "
+                    "(running statistics, counters) carries data of the records past the noise. "
+                    "Put the layer that writes it in eval() mode."
+                )
 
     def _fixed_part(self) -> dict[str, bytes]:
         """Returns fingerprints of buffers and of what is not trained."""
@@ -305,16 +299,15 @@ class Passes:
         used = "no new batch" if index is None else f"batch {index}"
         empty = " (an empty batch is a step, too)" if self._plan.order in OF_RANDOM_SIZE else ""
         remedy = "Iterate the private loader to its end, and step once per batch."
-        if self._cursor.is_bypassed:
+        if self._cursor.is_bypassed:  # as by a Trainer that replaces samplers
             remedy = (
-                "Here another loader was built around the private batches, as a Trainer does that "
-                "replaces samplers: give it the private loader in a way that leaves it alone."
+                "Another loader was built around the private batches: give the Trainer the private "
+                "loader in a way that leaves it alone."
             )
         elif self._cursor.was_fetched_ahead:
             remedy = (
-                "This loop fetches ahead: what goes into the model has to be what the loader "
-                "delivered. Transform the records in the data set, the collate_fn or the model, "
-                "and fetch at most one batch ahead."
+                "This loop fetches ahead: give the model what the loader delivered, as it is, and "
+                "fetch at most one batch ahead."
             )
         return UnsupportedRunError(
             f"step {self._step} used {used}, expected batch {expected}: every batch of the private "

@@ -38,19 +38,14 @@ class PrivateOptimizer(DPOptimizer):
 
     A mechanism is a subclass that says how it moves, and as far as they are not Opacus' how it
     clips (`clip_and_accumulate`) and what follows the noise (`add_noise`). Nothing else asks which
-    mechanism a run has.
-
-    `step` looks at what the loop did, clips and adds up, adds noise, records what is about to
-    happen and moves the parameters. Any exception in between ends the run: whether it is raised may
-    depend on the records. The optimizer cannot be copied or pickled: the copy's steps would be
-    missing from epsilon. `HiddenStatePrivacyEngine.make_private` makes it.
+    mechanism a run has. Any exception inside a step ends the run: whether it is raised may depend
+    on the records. `HiddenStatePrivacyEngine.make_private` makes it; it cannot be copied.
 
     Attributes:
         run: State of the run between the steps.
         group: Processes that train the run together; None for one.
         declared: Arguments of `make_private`, and what follows from them.
         trained: Parameters that are trained, as at the start of the run.
-        base_types: Types that the wrapped optimizer may have, exactly.
         options: Type of its options, or None; its fields may be passed beside optimizer_class.
         refused: Arguments of `make_private` that make no sense with it, and why.
         constants: Names of the attributes that stay the same in a run.
@@ -67,7 +62,6 @@ class PrivateOptimizer(DPOptimizer):
         **kwargs: Further arguments of DPOptimizer.
     """
 
-    base_types: ClassVar[tuple[type[Optimizer], ...]] = ()
     options: ClassVar[type | None] = None
     refused: ClassVar[Mapping[str, str]] = {}
     constants: ClassVar[tuple[str, ...]] = (
@@ -362,21 +356,12 @@ class PrivateOptimizer(DPOptimizer):
     def check_arguments(
         cls, arguments: RunArguments, module: nn.Module, optimizer: Optimizer
     ) -> None:
-        """Checks what only this mechanism knows of a run without wrappers; nothing is changed.
-
-        Raises:
-            TypeError, ValueError: An argument has an impossible value.
-            UnsupportedRunError: The run is not covered.
-        """
+        """Raises an error unless the mechanism covers a run; nothing is changed."""
         raise NotImplementedError
 
     @classmethod
     def algorithm(cls, declared: DeclaredRun, noise_multiplier: float) -> Algorithm:
-        """Returns the algorithm of the declared run, with the numbers that it is run with.
-
-        Raises:
-            TypeError, ValueError: A hyper-parameter has an impossible value.
-        """
+        """Returns the algorithm of the declared run, with the numbers that it is run with."""
         maps = declared.maps.values()
         diameters = (part.diameter(declared.trained) for part in maps)
         return NoisySGD(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from hidden_state_accountants import Schedule, UnsupportedRunError
 from hidden_state_accountants.runs.algorithms import Algorithm
@@ -53,7 +53,6 @@ class HiddenStateOptimizer(PrivateOptimizer):
             step and what. The step is then not taken.
     """
 
-    base_types = (SGD,)
     checked = "plain SGD with equal groups; learning rate, decay, clip norm and noise as recorded"
 
     @classmethod

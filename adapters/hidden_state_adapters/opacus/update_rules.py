@@ -129,15 +129,6 @@ def refuse_step_hooks(optimizer: Optimizer) -> None:
                 )
 
 
-def check_type(name: str, optimizer: Any, allowed: tuple[type[Optimizer], ...]) -> None:
-    """Raises UnsupportedRunError unless `optimizer` is exactly of an `allowed` type."""
-    if type(optimizer) not in allowed:
-        names = " or ".join(f"torch.optim.{kind.__name__}" for kind in allowed)
-        raise UnsupportedRunError(
-            f"Expected {names} in {name}, got {type(optimizer).__name__}: only these were read."
-        )
-
-
 def move_by_any_rule(base: Optimizer) -> None:
     """Lets the wrapped optimizer move what is trained; old gradients of the rest go."""
     for group in base.param_groups:

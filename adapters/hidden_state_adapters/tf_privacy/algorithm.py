@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -27,11 +28,14 @@ from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 from hidden_state_adapters.tf_privacy.lineage import Lineage, RunState
 from hidden_state_adapters.tf_privacy.settings import Declared, Settings
 from hidden_state_adapters.tf_privacy.step import (
+    INFINITE,
     PlainSGD,
-    PrivateStep,
     StepEntry,
     Update,
+    are_same,
+    copies,
     joint_norm,
+    together,
 )
 from hidden_state_adapters.tf_privacy.trained_part import check_variables, refuse_surroundings
 
@@ -73,8 +77,8 @@ class UpdateRule:
         settings, update = steps.settings, steps.update
         prox, radius = settings.prox, settings.projection_radius
         return algorithms.NoisySGD(
-            noise_multiplier=steps.step.noise_multiplier,
-            clip_norm=steps.step.clip,
+            noise_multiplier=steps.noise_multiplier,
+            clip_norm=steps.clip,
             source=declared.source,
             loss=declared.geometry,
             prox="" if prox is None else prox.effect,
@@ -102,12 +106,17 @@ class UpdateRule:
 class Algorithm:
     """Makes private steps by a rule, and says what run they make.
 
-    A model asks it for steps on the batches of a plan; a drop-in optimizer shows its `step`
-    gradients of its own, and has no plan in a loop that nobody records.
+    A step clips to C, adds N(0, (zC)^2), divides by b, and moves by the rule. A model asks for
+    steps on the batches of a plan; a drop-in optimizer brings gradients of its own, and has no plan
+    in a loop that nobody records: there a step divides by its rows.
 
     Attributes:
+        variables: Variables that are trained.
+        blocks: Lists of them that move in turn; one by default.
+        clip: Clip norm C.
+        noise_multiplier: Noise multiplier z.
         last_step: Last step, and number of steps so far.
-        left: Values that it left, as of `PrivateStep.values`.
+        left: Values that it left, as of `values`.
         lineage: Run that its steps are of, and those before it.
         asked_for: Number of steps that the only call of fit so far was asked for, or None.
         examples_of_record: Examples of a microbatch, m; assigned before the run begins.
@@ -133,24 +142,25 @@ class Algorithm:
                 f"Expected plain SGD in a MirroredStrategy, got {what}: {why}. Train in one."
             )
         self.plan: Any = plan
-        self._rule, self.settings = rule, settings
+        self._rule, self.settings, self.variables = rule, settings, list(variables)
+        self.blocks = rule.blocks_of(variables) or (tuple(variables),)
         clip: Any = settings.with_clip_norm(math.inf, "a loop of somebody else has none")
-        noise, self.blocks = settings.noise_multiplier, rule.blocks_of(variables)
-        self.step = PrivateStep(
-            rule.moves_by(settings, update, variables),
-            variables,
-            clip=clip.l2_norm_clip,
-            noise_multiplier=1.0 if noise is None else noise,  # which fit is to find
-            divisor=None if plan is None else plan.batch_size,
-            kept=update.slots,
-            blocks=self.blocks,
-        )
+        self.clip: float = clip.l2_norm_clip
+        noise = settings.noise_multiplier
+        self.noise_multiplier = 1.0 if noise is None else noise  # which fit is to find
+        self.rule = rule.moves_by(settings, update, variables)
+        # Philox makes its numbers of a key and a counter that only moves ahead, and both begin
+        # where the operating system says: tf.random.set_seed does not touch it.
+        with tf.init_scope():  # outside of checkpoints, which would repeat its numbers
+            state = np.frombuffer(os.urandom(24), np.int64)  # a counter of 128 bits, a key of 64
+            self._generator = tf.random.Generator.from_state(state, alg="philox")
+        self._declared = Declared()
         self.stands_at(StepEntry())
         self.lineage = Lineage(self)
         self.asked_for: int | None = None
         self._is_resumed = False  # what was declared before the first step is not known
         self.examples_of_record = 1
-        self.begin(Declared())
+        self.begin(self._declared)
 
     # The steps
 
@@ -161,9 +171,69 @@ class Algorithm:
         rate: tf.Tensor,
         left: Sequence[tf.Tensor],
     ) -> tuple[ExampleGradients, tf.Tensor, tf.Tensor]:
-        """See `PrivateStep.take`."""
+        """Takes a step of all blocks in turn, on what all replicas find together.
+
+        Args:
+            passes: Functions that give the gradients of the batch for one block, at the current
+                values.
+            rows: Number of examples, which are the first rows of the batch.
+            rate: Learning rate.
+            left: Values that the step before left, as of `values`.
+
+        Returns:
+            What the first pass gave, the norm of the longest gradient (inf if one is not finite),
+            and whether the variables had these values.
+        """
         refuse_surroundings(self._strategy)  # fit enters the strategy of the model
-        return self.step.take(passes, rows, rate, left)
+        found: list[ExampleGradients] = []
+        longest, same = tf.zeros([], tf.float64), None
+        for block, gradients_of in zip(self.blocks, passes, strict=True):
+            found.append(gradients_of())
+
+            def act(
+                sums: Any, norm: Any, rows: Any, block: Any = block, longest: Any = longest,
+                same: Any = same,
+            ) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
+                same = self.is_left(left) if same is None else same
+                along, is_finite = self.direction(sums, rows)
+                self.rule.move(block, along, rate)
+                return tf.where(is_finite, tf.maximum(longest, norm), INFINITE), same
+
+            longest, same = together(act, *self.sums(found[-1], rows), rows)
+        assert same is not None
+        return found[0], longest, same
+
+    def is_fine(self, longest: Any) -> tf.Tensor:
+        """Returns whether no gradient is longer than the bound, and all are finite."""
+        limit = min(self._declared.longest_gradient * (1 + SLACK), float(np.finfo(float).max))
+        return longest <= tf.constant(limit, tf.float64)
+
+    def sums(self, found: ExampleGradients, rows: tf.Tensor) -> tuple[list[list[Any]], tf.Tensor]:
+        """Returns the sums that the rule wants, and the longest gradient, inf if not finite."""
+        is_example = tf.range(tf.size(found.norms, tf.int64)) < rows
+
+        def of_examples(values: tf.Tensor) -> tf.Tensor:
+            return tf.where(is_example, values, tf.zeros_like(values))
+
+        norms = of_examples(found.norms)
+        lengths = tf.where(tf.math.is_finite(norms), norms, INFINITE)
+        largest = tf.maximum(tf.reduce_max(lengths), tf.zeros([], tf.float64))  # of no rows, too
+        dtype = self.variables[0].dtype.base_dtype
+        factors = self.rule.factors(norms, self.clip, dtype)
+        return [found.weighted_sum(of_examples(part)) for part in factors], largest
+
+    def direction(self, sums: Sequence[Any], rows: tf.Tensor) -> tuple[list[Any], Any]:
+        """Returns the tensors that the rule moves along, and whether what it keeps is finite."""
+        divisor = tf.cast(rows if self.plan is None else self.plan.batch_size, tf.float64)
+        means = [part / tf.cast(divisor, part.dtype) for part in self._with_noise(sums[0])]
+        return self.rule.direction(means, sums[1:], divisor)
+
+    def _with_noise(self, sums: Sequence[Any]) -> list[Any]:
+        scale = self.noise_multiplier * self.clip
+        if not scale:
+            return list(sums)
+        noise = [self._generator.normal(tf.shape(s), stddev=scale, dtype=s.dtype) for s in sums]
+        return [s + n for s, n in zip(sums, noise, strict=True)]
 
     def rates(self, count: int) -> list[float]:
         """Returns the learning rates of the next steps; of Keras' own updates 1."""
@@ -187,7 +257,7 @@ class Algorithm:
 
     def stands_at(self, entry: StepEntry) -> None:
         """Takes the weights of the moment for those that a step left."""
-        self.last_step, self.left = entry, self.step.values()
+        self.last_step, self.left = entry, self.values()
 
     def took(self, entry: StepEntry, count: int, left: Sequence[tf.Tensor]) -> None:
         """Notes that steps were taken, the last of them, and the values that they left."""
@@ -202,11 +272,28 @@ class Algorithm:
 
     def trains(self, variables: Sequence[Any]) -> bool:
         """Returns whether these are the variables of the run."""
-        return list(map(id, self.step.variables)) == list(map(id, variables))
+        return list(map(id, self.variables)) == list(map(id, variables))
+
+    def values(self) -> list[tf.Tensor]:
+        """Returns the values of the variables, of all replicas, and of moments."""
+        return [v.read_value() for v in copies([*self.variables, *self.update.slots])]
+
+    def is_left(self, left: Sequence[Any], variables: Sequence[Any] | None = None) -> tf.Tensor:
+        """Returns whether variables, if not those of before, have the `values` of a step."""
+        now = copies([*(variables or self.variables), *self.update.slots])
+        if [v.shape for v in now] != [value.shape for value in left]:
+            return tf.constant(False)
+        return are_same(zip(now, left, strict=True))
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Returns whether variables, and the optimizer's, are as the last step left them."""
-        return bool(self.step.is_left(self.left, variables))
+        return bool(self.is_left(self.left, variables))
+
+    def has_left(self, variable: Any) -> bool:
+        """Returns whether one of the variables is as the last step left it."""
+        own = {id(copy) for copy in copies([variable])}
+        pairs = zip(copies([*self.variables, *self.update.slots]), self.left, strict=True)
+        return bool(are_same((now, value) for now, value in pairs if id(now) in own))
 
     # How it goes on elsewhere
 
@@ -230,7 +317,7 @@ class Algorithm:
     def private_state(self) -> dict[str, Any]:
         """Returns the secret order, and what the rule keeps. Secret."""
         order = self.plan.private_state(self.last_step.steps)
-        return {"order": order, **self.step.rule.private_state()}
+        return {"order": order, **self.rule.private_state()}
 
     def resume(self, state: RunState, variables: Sequence[Any]) -> None:
         """Goes on with a run, with new noise; ValueError if the state is damaged, or of others."""
@@ -242,7 +329,7 @@ class Algorithm:
         private = state.private or {}
         if self.plan.why_not_resumable(state.num_steps):
             self.plan.load_private_state(private.get("order", {}))
-        self.step.rule.resume(private)
+        self.rule.resume(private)
         longest = self._declared.longest_gradient  # each was compared with it
         self.stands_at(StepEntry(state.num_steps, state.batch_size, largest_norm=longest))
         self.update.iterations.assign(state.iterations)
@@ -252,12 +339,12 @@ class Algorithm:
 
     def begin(self, declared: Declared) -> None:
         """Takes over what is declared of the loss."""
-        self._declared, self.step.norm_bound = declared, declared.longest_gradient
+        self._declared = declared
         self.described = self._rule.described(self, declared)
 
     def set_noise(self, noise_multiplier: float) -> None:
         """Sets the noise of all steps, before the first one."""
-        self.step.noise_multiplier = noise_multiplier
+        self.noise_multiplier = noise_multiplier
         self.begin(self._declared)
 
     def check_start(self, variables: Sequence[Any], declared: Declared) -> None:

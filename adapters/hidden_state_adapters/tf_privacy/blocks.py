@@ -137,8 +137,8 @@ class BlockCoordinateUpdate(UpdateRule):
     def described(self, steps: Algorithm, declared: Declared) -> BlockCoordinate:
         """See `UpdateRule.described`."""
         return BlockCoordinate(
-            noise_multiplier=steps.step.noise_multiplier,
-            clip_norm=steps.step.clip,
+            noise_multiplier=steps.noise_multiplier,
+            clip_norm=steps.clip,
             step_size=as_meant(float(steps.update.rate())),
             num_blocks=len(steps.blocks),
             prox_strong_convexity=steps.settings.prox_strong_convexity,

@@ -226,9 +226,9 @@ class DiceUpdate(UpdateRule):
     def described(self, steps: Algorithm, declared: Declared) -> DiceSGD:
         """See `UpdateRule.described`."""
         return DiceSGD(
-            noise_multiplier=steps.step.noise_multiplier,
-            clip_norm=steps.step.clip,
-            error_clip_norm=self.error_l2_norm_clip or steps.step.clip,
+            noise_multiplier=steps.noise_multiplier,
+            clip_norm=steps.clip,
+            error_clip_norm=self.error_l2_norm_clip or steps.clip,
             automatic=self.automatic,
             gradient_bound=declared.longest_gradient,
             source=declared.source,

@@ -159,7 +159,7 @@ class Lineage:
     @property
     def is_over(self) -> bool:
         """True if another private run has trained the variables since."""
-        held = map(_held, self._trainer.step.variables)
+        held = map(_held, self._trainer.variables)
         return any(one is not self and one._trainer.has_stepped for one in held)
 
     def snapshot(self) -> PastRun:
@@ -183,7 +183,7 @@ class Lineage:
         if value is not None and np.array_equal(value, variable.numpy()):
             return self.earlier
         past = self.snapshot()
-        if not past.refused and not self._trainer.step.has_left(self._trainer.left, variable):
+        if not past.refused and not self._trainer.has_left(variable):
             past = attrs.evolve(past, refused="something else has changed the weights since.")
         return (*self.earlier, past)
 
@@ -201,7 +201,7 @@ class Lineage:
 
     def __reduce__(self) -> Any:
         """Copies and pickles what the runs are at this moment; a copy trains nothing."""
-        return tuple, (_behind(self._trainer.step.variables),)
+        return tuple, (_behind(self._trainer.variables),)
 
 
 def _held(part: Any) -> Any:

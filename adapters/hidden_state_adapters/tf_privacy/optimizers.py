@@ -67,14 +67,14 @@ class NotedSteps(Algorithm):
     def last_step(self) -> StepEntry:  # type: ignore[override]
         """Last step; with a problem if a gradient was too long or not finite."""
         steps, rows, rate, longest = (float(value.numpy()) for value in self._numbers.values())
-        problem = "" if self.step.is_fine(longest) else TOO_LONG
+        problem = "" if self.is_fine(longest) else TOO_LONG
         if math.isinf(longest):
             problem = NOT_FINITE
         return StepEntry(int(steps), int(rows), rate, longest, problem)
 
     def block_of(self, variables: Sequence[Any]) -> int:
         """Returns the number of the block of variables; UnsupportedRunError if there is none."""
-        blocks = [list(map(id, block)) for block in self.step.blocks]
+        blocks = [list(map(id, block)) for block in self.blocks]
         if (own := list(map(id, variables))) not in blocks:
             raise UnsupportedRunError(
                 "Expected the variables of the steps before, in the same order, got "
@@ -91,11 +91,11 @@ class NotedSteps(Algorithm):
                     "Expected the blocks of the first step, got other variables or another order: "
                     "one run trains the same blocks throughout. Use another optimizer."
                 )
-        self.blocks = self.step.blocks = blocks
+        self.blocks = blocks
 
     def look(self) -> None:
         """Keeps the values of the moment as those that the last step left."""
-        self._seen, self.left = self.last_step.steps, self.step.values()
+        self._seen, self.left = self.last_step.steps, self.values()
 
     def is_iterate(self, variables: Sequence[Any]) -> bool:
         """Returns whether these are the variables, with their values if they were looked at."""
@@ -181,7 +181,7 @@ class PrivateOptimizer(legacy.Optimizer):
                 "event.", type(self).__name__,
             )  # fmt: skip
         assert self._steps is not None
-        self._steps.lineage.hang_on(self._steps.step.variables)
+        self._steps.lineage.hang_on(self._steps.variables)
         return self._steps
 
     # Keras' and TensorFlow Privacy's seams
@@ -205,8 +205,8 @@ class PrivateOptimizer(legacy.Optimizer):
         steps.block_of(variables)  # raises
         rows = tf.shape(losses, out_type=tf.int64)[0]
         found = of_rows(jacobians, losses, has_padding=False)
-        sums, longest = steps.step.sums(found, rows)
-        along, is_finite = steps.step.direction(sums, rows)
+        sums, longest = steps.sums(found, rows)
+        along, is_finite = steps.direction(sums, rows)
         steps.note(
             rows=rows, longest=tf.where(is_finite, longest, tf.constant(math.inf, tf.float64))
         )
@@ -236,9 +236,9 @@ class PrivateOptimizer(legacy.Optimizer):
                 "accounted."
             )
         steps = self._steps_of(variables)
-        block, blocks = steps.block_of(variables), steps.step.blocks
+        block, blocks = steps.block_of(variables), steps.blocks
         rate = steps.update.rate()
-        steps.step.rule.move(variables, along, rate)
+        steps.rule.move(variables, along, rate)
         steps.note_update(rate, int(block + 1 == len(blocks)))
 
     def plain_update(self, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -258,7 +258,7 @@ class PrivateOptimizer(legacy.Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         """Returns all arguments, and what was trained, for whoever loads the file; see Keras."""
-        trained = [] if self._steps is None else self._steps.step.variables
+        trained = [] if self._steps is None else self._steps.variables
         return {
             **self._keras.get_config(self), **self._own, **notes_of(trained, self.loaded_runs),
         }  # fmt: skip
@@ -568,7 +568,7 @@ class BlockCoordinateKerasOptimizer(PrivateOptimizer, legacy.SGD):
                 "optimizer.minimize(lambda: ..., blocks) there (docs/papers/block_coordinate.md)."
             )
         steps = self._steps_of([v for block in blocks for v in block])
-        check_blocks(blocks, steps.step.variables)
+        check_blocks(blocks, steps.variables)
         steps.train_by(blocks)
         for block in blocks:
             pairs = self._compute_gradients(loss, list(block), grad_loss, tape)

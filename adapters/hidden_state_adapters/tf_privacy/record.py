@@ -95,7 +95,7 @@ class RecordedRun:
         self.of_batches = _FIXED if checked is None else optimizer.plan.description
         optimizer.begin(declared)
         optimizer.check_start(keras_api.trained(model), declared)
-        if checked is not None or not optimizer.blocks:  # else the first step says what they are
+        if checked is not None:  # else the first step says what its blocks are
             self._check_convexity()
         # Of a microbatch no example is left out, and one without gradient makes it another one.
         has_several = optimizer.examples_of_record > 1
@@ -250,8 +250,7 @@ class RecordedRun:
 
     def _check_convexity(self) -> None:
         """Refuses a convex loss of several layers that are moved together."""
-        parts = self.optimizer.blocks or (keras_api.trained(self.model),)
-        layers = [keras_api.layers_of(self.model, part) for part in parts]
+        layers = [keras_api.layers_of(self.model, part) for part in self.optimizer.blocks]
         if reason := why_not_convex(self.optimizer.known_loss, layers):
             raise UnsupportedRunError(reason)
 

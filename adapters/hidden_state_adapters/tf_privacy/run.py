@@ -222,7 +222,7 @@ class PrivateRun(PrivacyReport):
         if settings.batch_order is None:
             self._record.note = "Batches are Poisson, the default of batch_order=."
         self.clipping: list[Any] = []
-        for part in self.steps.blocks or (variables,):
+        for part in self.steps.blocks:
             if known.head is not None:
                 self.clipping.append(attrs.evolve(known.head, variables=list(part)))
             else:
@@ -450,7 +450,7 @@ class PrivateRun(PrivacyReport):
                     record.invalidate(INTERRUPTED)
             raise
         problem, done = "", range(first + 1, first + int(tried) + 1)
-        if not same or not steps.step.is_fine(longest):
+        if not same or not steps.is_fine(longest):
             problem = MOVED if not same else NOT_FINITE if math.isinf(longest) else TOO_LONG
             longest = 0.0  # that of the step which is refused
         entries = [
@@ -485,7 +485,7 @@ class PrivateRun(PrivacyReport):
         Returns sum and number of the losses, the norm of the longest gradient, whether nothing else
         wrote to the variables, and the number of steps tried; and the values that they left.
         """
-        strategy, step = self._strategy, self.steps.step
+        strategy, steps = self._strategy, self.steps
 
         def one(number: Any, total: Any, longest: Any, same: Any, left: Any) -> tuple[Any, ...]:
             batch = rows[number], indices[number], rates[number], left
@@ -496,10 +496,10 @@ class PrivateRun(PrivacyReport):
                 sums = strategy.reduce("SUM", found[0], axis=None)
                 norm, same = (strategy.experimental_local_results(part)[0] for part in found[1:])
             total, longest = total + tf.cast(sums, tf.float64), tf.maximum(longest, norm)
-            return number + 1, total, longest, same, step.values()
+            return number + 1, total, longest, same, steps.values()
 
         def goes_on(number: Any, _: Any, longest: Any, same: Any, *__: Any) -> tf.Tensor:
-            return (number < tf.size(rows)) & same & step.is_fine(longest)
+            return (number < tf.size(rows)) & same & steps.is_fine(longest)
 
         zero = tf.zeros([], tf.float64)
         start = tf.constant(0), tf.zeros([2], tf.float64), zero, tf.constant(True), left

@@ -1,6 +1,6 @@
-r"""One private step: gradients are clipped and added up, noise is added, variables move by a rule.
+r"""Rules by which a private step moves variables along noisy gradients.
 
-The rule of plain SGD is
+That of plain SGD is
 
 .. math:: x \leftarrow \Pi_R\, \mathrm{prox}_{\eta h}((1 - \eta w) x - \eta \tilde g),
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,12 +21,10 @@ import tensorflow as tf
 
 from hidden_state_accountants import Regulariser, UnsupportedRunError
 from hidden_state_accountants.regulariser import ProxOperations, group_axes
-from hidden_state_accountants.runs.run import SLACK
 from hidden_state_adapters.tf_privacy import keras_api
-from hidden_state_adapters.tf_privacy.gradients import ExampleGradients
 from hidden_state_adapters.tf_privacy.trained_part import PRECISIONS
 
-_INFINITE = np.float64(math.inf)
+INFINITE = np.float64(math.inf)
 _PLAIN: Mapping[str, Any] = {
     "momentum": 0.0,
     "nesterov": False,
@@ -59,125 +56,8 @@ class StepEntry:
     problem: str = ""  # why the step ends the run
 
 
-class PrivateStep:
-    """Clips to C, adds N(0, (zC)^2), divides, and moves by a rule.
-
-    The noisy sum is divided by `divisor`, or by the number of rows. Of `kept` variables, moments,
-    nobody else may write one. `noise_multiplier`, `norm_bound` and `blocks`, lists of the variables
-    that move in turn, may be assigned before the first step.
-    """
-
-    def __init__(
-        self,
-        rule: PlainSGD,
-        variables: Sequence[Any],
-        *,
-        clip: float,
-        noise_multiplier: float,
-        divisor: int | None,
-        kept: Sequence[Any] = (),
-        blocks: Sequence[Sequence[Any]] = (),
-    ):
-        self.rule, self.clip, self.divisor = rule, clip, divisor
-        self.noise_multiplier, self.norm_bound = noise_multiplier, math.inf
-        self.variables, self._kept = list(variables), list(kept)
-        self.blocks = tuple(blocks) or (tuple(variables),)
-        # Philox makes its numbers of a key and a counter that only moves ahead, and both begin
-        # where the operating system says: tf.random.set_seed does not touch it.
-        with tf.init_scope():  # outside of checkpoints, which would repeat its numbers
-            state = np.frombuffer(os.urandom(24), np.int64)  # a counter of 128 bits, a key of 64
-            self._generator = tf.random.Generator.from_state(state, alg="philox")
-
-    def take(
-        self,
-        passes: Sequence[Callable[[], ExampleGradients]],
-        rows: tf.Tensor,
-        rate: tf.Tensor,
-        left: Sequence[tf.Tensor],
-    ) -> tuple[ExampleGradients, tf.Tensor, tf.Tensor]:
-        """Takes a step of all blocks in turn, on what all replicas find together.
-
-        Args:
-            passes: Functions that give the gradients of the batch for one block, at the current
-                values.
-            rows: Number of examples, which are the first rows of the batch.
-            rate: Learning rate.
-            left: Values that the step before left, as of `values`.
-
-        Returns:
-            What the first pass gave, the norm of the longest gradient (inf if one is not finite),
-            and whether the variables had these values.
-        """
-        found: list[ExampleGradients] = []
-        longest, same = tf.zeros([], tf.float64), None
-        for block, gradients_of in zip(self.blocks, passes, strict=True):
-            found.append(gradients_of())
-
-            def act(
-                sums: Any, norm: Any, rows: Any, block: Any = block, longest: Any = longest,
-                same: Any = same,
-            ) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
-                same = self.is_left(left) if same is None else same
-                along, is_finite = self.direction(sums, rows)
-                self.rule.move(block, along, rate)
-                return tf.where(is_finite, tf.maximum(longest, norm), _INFINITE), same
-
-            longest, same = _together(act, *self.sums(found[-1], rows), rows)
-        assert same is not None
-        return found[0], longest, same
-
-    def is_fine(self, longest: Any) -> tf.Tensor:
-        """Returns whether no gradient is longer than the bound, and all are finite."""
-        limit = min(self.norm_bound * (1 + SLACK), float(np.finfo(float).max))
-        return longest <= tf.constant(limit, tf.float64)
-
-    def sums(self, found: ExampleGradients, rows: tf.Tensor) -> tuple[list[list[Any]], tf.Tensor]:
-        """Returns the sums that the rule wants, and the longest gradient, inf if not finite."""
-        is_example = tf.range(tf.size(found.norms, tf.int64)) < rows
-
-        def of_examples(values: tf.Tensor) -> tf.Tensor:
-            return tf.where(is_example, values, tf.zeros_like(values))
-
-        norms = of_examples(found.norms)
-        lengths = tf.where(tf.math.is_finite(norms), norms, _INFINITE)
-        largest = tf.maximum(tf.reduce_max(lengths), tf.zeros([], tf.float64))  # of no rows, too
-        factors = self.rule.factors(norms, self.clip, self.variables[0].dtype.base_dtype)
-        return [found.weighted_sum(of_examples(part)) for part in factors], largest
-
-    def direction(self, sums: Sequence[Any], rows: tf.Tensor) -> tuple[list[Any], Any]:
-        """Returns the tensors that the rule moves along, and whether what it keeps is finite."""
-        divisor = tf.cast(rows if self.divisor is None else self.divisor, tf.float64)
-        means = [part / tf.cast(divisor, part.dtype) for part in self._with_noise(sums[0])]
-        return self.rule.direction(means, sums[1:], divisor)
-
-    def _with_noise(self, sums: Sequence[Any]) -> list[Any]:
-        scale = self.noise_multiplier * self.clip
-        if not scale:
-            return list(sums)
-        noise = [self._generator.normal(tf.shape(s), stddev=scale, dtype=s.dtype) for s in sums]
-        return [s + n for s, n in zip(sums, noise, strict=True)]
-
-    # What only the steps may write
-
-    def values(self) -> list[tf.Tensor]:
-        """Returns the values of the variables, of all replicas, and of what the rule keeps."""
-        return [v.read_value() for v in _copies([*self.variables, *self._kept])]
-
-    def is_left(self, left: Sequence[Any], variables: Sequence[Any] | None = None) -> tf.Tensor:
-        """Returns whether variables, if not those of before, have the `values` of a step."""
-        now = _copies([*(self.variables if variables is None else variables), *self._kept])
-        if [v.shape for v in now] != [value.shape for value in left]:
-            return tf.constant(False)
-        return _are_same(zip(now, left, strict=True))
-
-    def has_left(self, left: Sequence[Any], variable: Any) -> tf.Tensor:
-        """Returns whether one of the variables has the value that a step left."""
-        own = {id(copy) for copy in _copies([variable])}
-        pairs = zip(_copies([*self.variables, *self._kept]), left, strict=True)
-        return _are_same((now, value) for now, value in pairs if id(now) in own)
-
-
-def _are_same(pairs: Iterable[tuple[Any, Any]]) -> tf.Tensor:
+def are_same(pairs: Iterable[tuple[Any, Any]]) -> tf.Tensor:
+    """Returns whether values are equal bit by bit, pair by pair."""
     same = [tf.reduce_all(tf.equal(_bits(now), _bits(left))) for now, left in pairs]
     return tf.reduce_all(tf.stack(same))
 
@@ -187,13 +67,13 @@ def _bits(value: Any) -> tf.Tensor:
     return tf.bitcast(tensor, tf.int32 if tensor.dtype == tf.float32 else tf.int64)
 
 
-def _copies(variables: Sequence[Any]) -> list[Any]:
+def copies(variables: Sequence[Any]) -> list[Any]:
     """Returns the variables of all replicas, in place of each that is mirrored."""
     mirrored = tf.distribute.DistributedValues
     return [copy for v in variables for copy in (v.values if isinstance(v, mirrored) else [v])]
 
 
-def _together(act: Callable[..., Any], sums: Any, largest: tf.Tensor, rows: tf.Tensor) -> Any:
+def together(act: Callable[..., Any], sums: Any, largest: tf.Tensor, rows: tf.Tensor) -> Any:
     """Calls a function with what all replicas have found; without a strategy with what is given.
 
     Sums over the examples and rows are added up, of the longest gradient the largest is taken.
