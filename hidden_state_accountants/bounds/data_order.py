@@ -28,7 +28,12 @@ from hidden_state_accountants.bounds.solvers.carries import (
     carried_curve,
 )
 from hidden_state_accountants.bounds.solvers.rounding import fewer, geometric
-from hidden_state_accountants.bounds.solvers.shifts import mu_squared_of_equal_steps
+from hidden_state_accountants.bounds.solvers.shifts import (
+    LONG,
+    by_tails,
+    least_mu_squared,
+    mu_squared_of_equal_steps,
+)
 from hidden_state_accountants.bounds.solvers.two_places import (
     hidden_places,
     places_of_fresh_orders,
@@ -221,7 +226,30 @@ def late_participations(process: NoisyProcess) -> GaussianMixtureCurve:
         float(array[0]) for array in (process.contraction, process.sensitivity, process.noise_std)
     )
     shift = s / sigma if sigma else (math.inf if s else 0.0)
-    return mean_over_places(np.sqrt(late_mu_squared(c, shift, process.period, process.num_steps)))
+    mu_squared = late_mu_squared(c, shift, process.period, process.num_steps)
+    if process.domain_diameter < math.inf:
+        mu_squared = np.minimum(mu_squared, _late_in_a_domain(process))
+    return mean_over_places(np.sqrt(mu_squared))
+
+
+def _late_in_a_domain(process: NoisyProcess) -> float:
+    """The costliest one, from the best window of those that start a diameter apart."""
+
+    def of_tail(tail: int) -> np.ndarray:
+        steps = slice(process.num_steps - tail, process.num_steps)
+        pushes = process.sensitivity_at(process.period - 1, steps).copy()
+        pushes[-1] = process.sensitivity[-1]
+        mu_squared = least_mu_squared(
+            process.contraction[steps],
+            pushes,
+            process.noise_std[steps],
+            initial_shift=distance_after(process, steps.start),
+            known_shift=np.full(tail, process.domain_diameter),
+        )
+        return np.array([mu_squared])
+
+    number = process.num_steps
+    return float((of_tail(number) if number <= LONG else by_tails(number, of_tail))[0])
 
 
 def late_mu_squared(

@@ -14,7 +14,7 @@ from shift_programs import least_squares_mu_squared
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import Reshuffled, ShuffledOnce
-from hidden_state_accountants.bounds.data_order import mean_over_places
+from hidden_state_accountants.bounds.data_order import late_participations, mean_over_places
 from hidden_state_accountants.bounds.shifted_interpolation import (
     mu_squared_by_position,
     segment_mu_squared,
@@ -133,6 +133,34 @@ class TestReshuffled:
         assert last >= max(mus) * (1 - 1e-12)  # a later participation never costs less
         for epsilon in EPSILONS:
             assert curve.delta(epsilon) <= delta_from_mu(last, epsilon) * (1 + 1e-12)
+
+    @pytest.mark.parametrize(("period", "steps"), [(1, 40), (2, 13)])
+    def test_windows_in_a_domain_cover_the_costliest_sequence(self, period, steps):
+        """They start a diameter apart, whatever was before them."""
+        event = cyclic_run(
+            batch_order="reshuffled", dataset_size=5 * period, num_steps=steps, weight_decay=0.0,
+            domain_diameter=0.15, loss=hsa.LossGeometry.generalized_linear(1.0),
+        )  # fmt: skip
+        process = noisy_process(event, SPECIAL)
+        costs = []
+        for positions in itertools.product(range(period), repeat=-(-steps // period)):
+            at = [period * epoch + position for epoch, position in enumerate(positions)]
+            pushes = np.where(np.isin(np.arange(steps), at), process.sensitivity, 0.0)
+            costs.append(
+                min(
+                    least_mu_squared(
+                        process.contraction[start:],
+                        pushes[start:],
+                        process.noise_std[start:],
+                        initial_shift=0.15 * (start > 0),
+                    )
+                    for start in range(steps)
+                )
+            )
+        found = late_participations(process).largest_mu
+        assert found == pytest.approx(math.sqrt(max(costs)), rel=1e-9)
+        unbounded = attrs.evolve(process, domain_diameter=math.inf)
+        assert found < 0.96 * late_participations(unbounded).largest_mu
 
     def test_last_position_is_not_the_worst_of_an_expanding_map(self):
         event = cyclic_run(
