@@ -399,6 +399,12 @@ def draws(run):
     run.optimizer.step(lambda: run.backward(next(drawn)))
 
 
+def writes(run):
+    """Every pass changes the batch, which stays the same object."""
+    records, targets = (tensor.clone() for tensor in next(iter(run.loader)))
+    run.optimizer.step(lambda: run.backward((records.mul_(0.9), targets)))
+
+
 PASSES, ANOTHER = "training passes|no per-example gradients", (X[4:8], Y[4:8])
 MISUSE = {
     "other inputs": (in_the_second_block(lambda r, b: r.backward(ANOTHER)), "the loader drew"),
@@ -434,6 +440,8 @@ def test_what_is_no_step_of_blocks():
         run.optimizer.step()
     with pytest.raises(hsa.UnsupportedRunError, match="different inputs"):
         draws(Session(loop_maps_records=True))
+    with pytest.raises(hsa.UnsupportedRunError, match="different inputs"):
+        writes(Session(loop_maps_records=True))
     run = Session(1)
     with (
         pytest.raises(hsa.UnsupportedRunError, match="whole batches"),

@@ -16,7 +16,15 @@ from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
 from hidden_state_adapters.opacus.apart import Call, Collated, records_are_apart
 from hidden_state_adapters.opacus.declared import DeclaredRun
-from hidden_state_adapters.opacus.gradients import Figure, Piece, all_of, any_of, differ, read
+from hidden_state_adapters.opacus.gradients import (
+    Figure,
+    Piece,
+    all_of,
+    any_of,
+    counted_writes,
+    differ,
+    read,
+)
 from hidden_state_adapters.opacus.loader import BatchCursor, leaves_of, plain_collate, tensors_of
 from hidden_state_adapters.opacus.precision import is_half
 
@@ -89,7 +97,7 @@ class Passes:
         self._flags = list(map(_IS_TRAINED, self._held))
         self._has_layers = self._module is not declared.head  # a head alone mixes nothing
         self._calls: list[Call] = []  # of the passes that count for the step
-        self._first: list[Call] = []  # those of the first block
+        self._first: list[tuple[torch.Tensor, int]] = []  # of the first block, and their writes
         self._step = self._piece_rows = 0
         self._of_piece: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]] | None = None
         self._constants: list[Any] | None = None  # of the first pass
@@ -333,13 +341,14 @@ class Passes:
 
     def _is_other_block(self, block: int) -> Figure:
         """Tells whether a block is updated on something else than the first one of its step."""
+        inputs = self.inputs
         if block == 0:
-            self._first = self._calls
+            self._first = [(tensor, counted_writes(tensor)) for tensor in inputs]
             return False
-        first, inputs = tuple(tensors_of(self._first)), self.inputs
-        if len(first) != len(inputs):
+        if len(self._first) != len(inputs):
             return True
-        return any_of(_is_other(x, old) for x, old in zip(inputs, first, strict=True))
+        pairs = zip(inputs, self._first, strict=True)
+        return any_of(_is_other(tensor, *first) for tensor, first in pairs)
 
     def _judge(self, is_other: float, is_moved: float, is_other_block: float, mixes: str) -> None:
         """Raises UnsupportedRunError if records or weights of the pass are not those of the run."""
@@ -465,7 +474,9 @@ def _is_same(value: Any, first: Any) -> bool:
     return value is first or (isinstance(value, float) and value == first)
 
 
-def _is_other(tensor: torch.Tensor, first: torch.Tensor) -> Figure:
+def _is_other(tensor: torch.Tensor, first: torch.Tensor, writes: int) -> Figure:
+    if counted_writes(first) != writes:
+        return True
     if tensor is first:
         return False
     kinds = [(x.dtype, x.shape, x.device) for x in (tensor, first)]
