@@ -376,3 +376,41 @@ def test_halves_that_are_padded_alike():
 )
 def test_padding_that_the_model_does_not_see(kind, collate):
     assert trained(Mean(kind), records(), entropy, collate_fn=collate).startswith(LOOKED)
+
+
+def positions_first(rows):
+    return torch.stack([x for x, _ in rows], dim=1), torch.tensor([y for _, y in rows])
+
+
+class SequenceFirst(nn.Module):
+    """Of inputs (positions, records, 5); returns (records, 4) or (positions, records, 4)."""
+
+    def __init__(self, mixes, over_positions):
+        super().__init__()
+        self.layer, self.mixes, self.over_positions = nn.Linear(5, 4), mixes, over_positions
+
+    def forward(self, inputs):
+        found = self.layer(inputs - inputs.mean(1, keepdim=True) if self.mixes else inputs)
+        return found.mean(0) if self.over_positions else found
+
+
+@pytest.mark.parametrize("length", [3, 4, 6])
+@pytest.mark.parametrize("over_positions", [True, False])
+def test_records_in_the_second_dimension(length, over_positions):
+    """Sequences of half the length of a batch, of another one, and of that of a batch."""
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(length, 5, generator=generator), i % 3) for i in range(12)]
+
+    def loss(model, inputs, labels):
+        outputs = model(inputs)
+        return functional.cross_entropy(outputs if over_positions else outputs.mean(0), labels)
+
+    def of(mixes):
+        model = SequenceFirst(mixes, over_positions)
+        return trained(model, data, loss, {"batch_first": False}, collate_fn=positions_first)
+
+    looked = LOOKED if over_positions or length == 4 else ALONE
+    assert of(mixes=False).startswith(looked)
+    if over_positions or length < 6:  # else positions and records look alike
+        with pytest.raises(hsa.UnsupportedRunError, match="mixes the records"):
+            of(mixes=True)

@@ -67,6 +67,31 @@ def records_are_apart(
     return next((found for found in looks if found is not None), None)
 
 
+def records_first(
+    compute: Callable[[Call], Sequence[torch.Tensor]],
+    call: Call,
+    rows: int,
+    further: Sequence[Version] = (),
+) -> tuple[Callable[[Call], Sequence[torch.Tensor]], Call, Sequence[Version]]:
+    """Returns the same for a call in which the second dimension of inputs counts the records."""
+    tensors = [x for x in tree_leaves(call) if isinstance(x, torch.Tensor)]
+    flags = [x.dim() > 1 and x.shape[1] == rows for x in tensors]
+
+    def swapped(call: Call) -> Call:
+        places = iter(flags)
+        return _of_tensors(lambda x: x.transpose(0, 1) if next(places) else x, call)
+
+    def computed(call: Call) -> list[torch.Tensor]:
+        moved = swapped(call)
+        inputs = [x for x in tree_leaves(moved) if isinstance(x, torch.Tensor)]
+        count = next((x.shape[1] for x, is_moved in zip(inputs, flags, strict=True) if is_moved), 0)
+        found = [x for x in compute(moved) if x.shape[:2] != (count, count)]  # either may be first
+        return [x.transpose(0, 1) if x.shape[1:2] == (count,) else x for x in found]
+
+    versions = [(lambda make=make: swapped(make()), *rest) for make, *rest in further]
+    return computed, swapped(call), versions  # type: ignore[return-value]
+
+
 def losses_add_up(
     module: nn.Module, compute: Callable[[Call], Sequence[torch.Tensor]], call: Call, rows: int
 ) -> bool | None:

@@ -14,7 +14,7 @@ from torch.utils.data import default_collate
 
 from hidden_state_accountants import Assumption, UnsupportedRunError
 from hidden_state_accountants.events.batch_order import OF_RANDOM_SIZE
-from hidden_state_adapters.opacus.apart import Call, Collated, records_are_apart
+from hidden_state_adapters.opacus.apart import Call, Collated, records_are_apart, records_first
 from hidden_state_adapters.opacus.declared import DeclaredRun
 from hidden_state_adapters.opacus.gradients import (
     Figure,
@@ -366,12 +366,14 @@ class Passes:
 
     # What the model does to the records
 
-    def _mixing(self, compute: Callable[[Call], list[torch.Tensor]], rows: int) -> str:
+    def _mixing(self, compute: Callable[[Call], Sequence[torch.Tensor]], rows: int) -> str:
         """Says how the model mixes records, once, of the first batch of several."""
         self._is_open = False
-        if self._dim == 0 and (self._has_layers or self._collated.is_custom):
+        if self._has_layers or self._collated.is_custom:
             call = self._calls[0]
             further = self._collated.versions(call, self._step, rows)
+            if self._dim:
+                compute, call, further = records_first(compute, call, rows, further)
             self._is_apart = records_are_apart(self._module, compute, call, rows, further)
         return _MIXING_MODEL if self._is_apart is False else ""
 

@@ -197,7 +197,7 @@ class SampledRun(Passes):
         args, kwargs = call
         rows = {_rows_of([x], 0) for x in tensors_of(call)}
         parts = {len(half) for half in halves(self._whole)} - {1}  # what is broadcast fits all
-        is_part = self._whole not in rows and not rows.isdisjoint(parts)
+        is_part = self._whole not in rows and not (self._dim or rows.isdisjoint(parts))
         seen: set[nn.Module] = set()
 
         def note(layer: nn.Module, inputs: tuple[Any, ...]) -> None:
