@@ -177,6 +177,21 @@ def test_copies_and_pickles(make_run, name, is_private, new_process):
 
 
 @pytest.mark.usefixtures("without_graphs")
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_that_is_trained_on_without_privacy(make_run, name):
+    """On public data, say; neither its weights nor an optimizer with noise tell of the run."""
+    run = make_run()
+    run.model.compile(tf.keras.optimizers.SGD(0.5), run.model.loss)
+    first = private_run(run.model, run)
+    first.train(1, verbose=False)
+    copied = COPIES[name](run.model)
+    copied.set_weights([0.5 * w for w in copied.get_weights()])
+    after = private_run(copied, run)
+    after.train(1, verbose=False)
+    assert after.privacy_events == (first.privacy_event, after.privacy_event)
+
+
+@pytest.mark.usefixtures("without_graphs")
 def test_a_copy_of_another_model_with_the_layers(make_run):
     run = trained(make_run)
     first = run.callback.privacy_event
@@ -195,13 +210,14 @@ FUNCTIONS = {
 
 
 @pytest.mark.usefixtures("without_graphs")
-@pytest.mark.parametrize("is_around", [False, True], ids=["of the model", "of a model around"])
+@pytest.mark.parametrize("of", ["the model", "a model around", "another model of its layers"])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_files_between_steps_are_released_whoever_writes_them(make_run, name, is_around):
+def test_files_between_steps_are_released_whoever_writes_them(make_run, name, of):
     run = make_run()
     record, model = private_run(run.model, run), run.model
-    if is_around:
-        model = tf.keras.Sequential([model, tf.keras.layers.Dense(1)])
+    if of != "the model":
+        own = [model] if of == "a model around" else model.layers
+        model = tf.keras.Sequential([*own, tf.keras.layers.Dense(1)])
         model.build(run.model.input_shape)
     record.train(1, verbose=False)
     FUNCTIONS[name](model)
@@ -216,7 +232,10 @@ def test_a_run_that_was_only_constructed_hides_no_other(make_run):
     for _ in range(2):
         private_run(run.model, run)  # with other settings, say
     first.train(1, verbose=False)
+    run.model.save("model.keras")
+    first.train(1, verbose=False)
     event = first.privacy_event
+    assert event.release_steps == (6,)
     for model in (copy.deepcopy(run.model), run.model):
         after = private_run(model, run)
         after.train(1, verbose=False)
@@ -326,6 +345,18 @@ def a_copy_that_its_run_has_left_behind(make_run):
     private_run(copied, run)
 
 
+def copies_of_different_steps(make_run):
+    """As an ensemble of files that were to stay private."""
+    run = make_run()
+    first = private_run(run.model, run, checkpoints_stay_private=True)
+    first.train(1, verbose=False)
+    copied = copy.deepcopy(run.model.layers[0])
+    first.train(1, verbose=False)
+    model = tf.keras.Sequential([copied, tf.keras.layers.Dense(4), run.model])
+    model.build(run.model.input_shape)
+    private_run(model, run)
+
+
 def an_optimizer_that_counts_steps_of_other_weights(make_run):
     """Whose file is that of a plain model."""
     run = make_run()
@@ -340,6 +371,7 @@ CASES = [
     (82, steps_beside_the_record, "took steps that are not recorded"),
     (82, a_run_that_ended, "stopped early"),
     (82, a_copy_that_its_run_has_left_behind, "step 6 left: the run went on to step 12"),
+    (82, copies_of_different_steps, "those of different steps of it"),
     (82, an_optimizer_that_counts_steps_of_other_weights, "iterations = 6 and other weights"),
 ]
 

@@ -29,6 +29,7 @@ _RUNS, _WEIGHTS = "runs_behind_the_weights", "weights"  # in the configuration o
 _NOT_RECORDED = "nobody recorded its steps, as HiddenStateCallback does."
 # The last ones are what functions that write an .h5 or a SavedModel ask a model for.
 _WRITES = ("save", "save_weights", "export", "get_config", "_trackable_children")
+_OF_LAYERS = ("save_own_variables", "get_config", "_trackable_children")
 _newest: dict[str, Lineage] = {}  # by the names of runs: who goes on with each in this process
 _read: dict[str, tuple[PastRun, ...]] = {}  # runs behind weights of files, by their fingerprints
 
@@ -88,10 +89,15 @@ class PastRun:
 
 
 def _each_once(runs: Iterable[PastRun]) -> tuple[PastRun, ...]:
-    """Returns the runs, each as far as its latest weights go."""
+    """Returns the runs, each as far as its latest weights go, if it released the earlier ones."""
     runs = list(runs)
     order = sorted(runs, key=lambda past: (bool(past.refused), past.num_steps, len(past.releases)))
     latest = {past.run_id: past for past in order}
+    for past in runs:
+        last = latest[past.run_id]
+        if not last.refused and past.num_steps not in (last.num_steps, *last.releases):
+            why = "they are those of different steps of it, not all of them released."
+            latest[past.run_id] = attrs.evolve(last, refused=why)
     return tuple(latest[name] for name in dict.fromkeys(past.run_id for past in runs))
 
 
@@ -187,6 +193,11 @@ class Lineage:
             past = attrs.evolve(past, refused="something else has changed the weights since.")
         return (*self.earlier, past)
 
+    def before(self, variable: Any) -> Lineage | None:
+        """Returns whose variable it was, and still is until this one takes a step."""
+        held: Lineage | None = self._before[id(variable)][1]
+        return None if self._trainer.has_stepped else held
+
     def check_newest(self, continued: Continued) -> None:
         """Raises UnsupportedRunError if steps after a state would be forgotten."""
         steps = continued.state.num_steps
@@ -276,12 +287,14 @@ def _remember(name: str, runs: tuple[PastRun, ...]) -> None:
 
 def _watch(part: Any) -> None:
     own, kind = vars(part), type(part)
-    names: tuple[str, ...] = ("save_own_variables",)  # with which Keras copies models, too
+    names: tuple[str, ...] = _OF_LAYERS
     if isinstance(part, tf.keras.Model):
         names, own["__reduce_ex__"] = _WRITES, functools.partial(_reduced, part)
+        own["__deepcopy__"] = functools.partial(_copied, part)
     for name in names:
         if (write := getattr(kind, name, None)) is not None:
             own[name] = functools.partial(_written, write, part)
+            functools.update_wrapper(own[name], write)  # with what Keras notes on it
 
 
 def _written(write: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) -> Any:
@@ -289,22 +302,38 @@ def _written(write: Callable[..., Any], part: Any, *args: Any, **kwargs: Any) ->
     is_checkpoint = write.__name__ == "_trackable_children" and "savedmodel" not in (
         *args, kwargs.get("save_type")
     )  # fmt: skip
-    held: Any = vars(part).get(_BEHIND)
     optimizer: Any = getattr(part, "optimizer", None)
-    if isinstance(held, Lineage) and not is_checkpoint and (say := held.writes()) is not None:
-        say()
+    for held in [] if is_checkpoint else _trainers(keras_api.variables(part)):
+        if (say := held.writes()) is not None:
+            say()
     if write.__name__ == "save_own_variables":
         for variable in keras_api.variables(part):
             if runs := _behind([variable], [part]):
                 _remember(fingerprint([variable]), runs)
-    if hasattr(optimizer, "loaded_runs"):  # with noise, and maybe without a step yet
+    if hasattr(optimizer, "loaded_runs") and not optimizer.last_step.steps:  # else it tells itself
         optimizer.loaded_runs = notes_of(keras_api.variables(part), optimizer.loaded_runs)
     return write(part, *args, **kwargs)
+
+
+def _trainers(variables: Iterable[Any]) -> Iterable[Lineage]:
+    """Returns the runs that may train some of the variables: several before their first step."""
+    found: dict[int, Lineage] = {}
+    for variable in variables:
+        held = _held(variable)
+        while held is not None:
+            found[id(held)] = held
+            held = held.before(variable)
+    return found.values()
 
 
 def _reduced(part: Any, protocol: Any) -> Any:
     make, arguments, *_ = _written(type(part).__reduce_ex__, part, protocol)
     return _made_again, (make, arguments, behind_model(part))
+
+
+def _copied(part: Any, memo: Any) -> Any:
+    make, arguments = _reduced(part, 4)
+    return make(*arguments)
 
 
 def _made_again(make: Callable[..., Any], arguments: Any, runs: tuple[PastRun, ...]) -> Any:
