@@ -79,6 +79,13 @@ def test_arrays_that_keras_shuffles_are_refused(make_run):
     arrays = [np.concatenate(parts) for parts in zip(*run.data, strict=True)]
     with pytest.raises(hsa.UnsupportedRunError, match="fit on a dataset of cyclic_dataset"):
         run.model.fit(*arrays, batch_size=4, callbacks=[run.callback], verbose=0)
+    # A callback that asks the right data for batches changes nothing.
+    evaluates = tf.keras.callbacks.LambdaCallback(
+        on_train_begin=lambda logs: run.model.evaluate(run.data, verbose=0)
+    )
+    others = run.callback.with_others(evaluates)
+    with pytest.raises(hsa.UnsupportedRunError, match="fit on a dataset of cyclic_dataset"):
+        run.model.fit(*arrays, batch_size=4, callbacks=others, verbose=0)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])

@@ -24,6 +24,7 @@ from hidden_state_adapters.tf_privacy.record import (
 )
 from hidden_state_adapters.tf_privacy.report import PrivacyReport
 from hidden_state_adapters.tf_privacy.settings import Declared
+from hidden_state_adapters.tf_privacy.trained_part import refuse_surroundings
 
 
 class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
@@ -134,14 +135,20 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
             metrics_stay_private=self._metrics_stay_private,
         )
         self._others |= foreign_among(callbacks)
-        return together
+        # Passes of others, such as an evaluation before the first epoch, are none of fit.
+        last = tf.keras.callbacks.LambdaCallback(on_train_begin=lambda logs: self._count_passes())
+        return [*together, last]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Begins a call of fit; what it trains on shows when the first epoch begins."""
         refuse_in_budget("private run of Keras")
+        refuse_surroundings()
         if self._is_within_fit and self._has_open_run():
             self._record.invalidate(INTERRUPTED)  # type: ignore[union-attr]
         self._is_within_fit, self._is_checked = True, False
+        self._count_passes()
+
+    def _count_passes(self) -> None:
         self._passes = {data: data.passes for data in CyclicDataset.alive}
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
