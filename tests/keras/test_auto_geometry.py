@@ -289,6 +289,8 @@ REFUSED = {
     "focal": ([LINEAR(1)], none(losses.BinaryFocalCrossentropy, from_logits=True), LABELS,
               "got BinaryFocalCrossentropy"),
     "hinge": ([LINEAR(1)], none(losses.SquaredHinge), LABELS, "got SquaredHinge"),
+    "smoothing": ([LINEAR(1)], none(losses.BinaryCrossentropy, from_logits=True,
+                  label_smoothing=-1.0), LABELS, "label_smoothing from 0 to 1"),
     "ignored": ([LINEAR(3)], none(losses.SparseCategoricalCrossentropy, from_logits=True,
                 ignore_class=0), {}, "ignore_class = None"),
     "dropout": ([layers.Dropout(0.5), LINEAR(3)], SPARSE, {}, "in training mode"),

@@ -508,6 +508,11 @@ def _linear_loss(loss: Any, kind: type, activation: str, outputs: int) -> Linear
             )
     _check_activation(activation, "linear" if options.get("from_logits") else undone, name)
     smoothing = options.get("label_smoothing", 0.0)
+    if not 0 <= smoothing <= 1:
+        raise UnsupportedRunError(
+            f"Expected label_smoothing from 0 to 1, got {smoothing!r}: smoothed targets are no "
+            f"probabilities then, and gradients longer. {DECLARE}"
+        )
     if undone == "softmax":
         return linear.softmax(TENSORFLOW, outputs, smoothing=smoothing)
     if undone == "sigmoid":
