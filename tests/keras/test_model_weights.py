@@ -58,17 +58,29 @@ def test_a_step_is_that_of_weighted_losses(clip, optimizer):
         np.testing.assert_allclose(own, other, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "settings", "largest"),
+    [
+        ({"class_weight": OF_CLASSES}, {}, 2.0),
+        ({"class_weight": OF_CLASSES, "sample_weight": OF_EXAMPLES}, {"weight_bound": 4.0}, 8.0),
+        ({"sample_weight": OF_EXAMPLES / 4}, {"weight_bound": 0.5}, 0.5),
+    ],
+    ids=["classes", "both", "small"],
+)
 @pytest.mark.parametrize("said", [AUTO, {"loss_geometry": PLAIN}], ids=["auto", "word"])
-def test_constants_grow_with_the_weights(said):
+def test_constants_grow_with_the_weights(arguments, settings, largest, said):
     """Gradients of weight 2 are longer than the bound of the plain loss, and are in the run."""
-    model = fit(make(noise_multiplier=0.01, **said), class_weight=OF_CLASSES)
+    model = fit(make(noise_multiplier=0.01, **said, **settings), **arguments)
     loss = model.privacy_event.loss
-    assert (loss.lipschitz, loss.smoothness) == (2 * PLAIN.lipschitz, 2 * PLAIN.smoothness)
+    assert loss.lipschitz == largest * PLAIN.lipschitz
+    assert loss.smoothness == largest * PLAIN.smoothness
     longest = model._run.steps.last_step.largest_norm
-    assert PLAIN.lipschitz < longest <= loss.lipschitz
+    assert longest <= loss.lipschitz
+    if largest == 2:
+        assert longest > PLAIN.lipschitz
     texts = [str(assumption) for assumption in model.assumptions]
     assert any("depend on nothing but their example" in text for text in texts)
-    assert any("a weight of at most 2" in text for text in texts) == (said is AUTO)
+    assert any(f"a weight of at most {largest:g}" in text for text in texts) == (said is AUTO)
 
 
 class Triples(tf.keras.utils.Sequence):
@@ -142,7 +154,8 @@ NEGATIVE, SHORT = np.full(RECORDS, -1.0), np.ones(3)
 @pytest.mark.parametrize(
     ("arguments", "settings", "text"),
     [
-        ({"sample_weight": OF_EXAMPLES}, AUTO, "Expected class_weight alone"),
+        ({"sample_weight": OF_EXAMPLES}, AUTO, "Expected weight_bound="),
+        ({"sample_weight": OF_EXAMPLES}, {"weight_bound": 1.0}, "weight_bound = 1, got a larger"),
         ({"sample_weight": NEGATIVE}, {}, "finite and >= 0"),
         ({"sample_weight": SHORT}, {}, r"shape \(12,\)"),
         ({"class_weight": {0: 1.0, 1: 1.0}}, {}, "classes of class_weight"),

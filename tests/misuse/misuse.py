@@ -802,7 +802,7 @@ MISUSES = (
     Misuse(183, microbatches, None, SEVERAL, goes_on=KERAS),
     Misuse(0, microbatches_of_one_example, None, ACCOUNTED),
     Misuse(183, more_microbatches_than_examples, None, "batch_size = 2, got 3", goes_on=KERAS),
-    Misuse(164, weights_of_examples, None, "Expected class_weight alone", goes_on=KERAS),
+    Misuse(164, weights_of_examples, None, "Expected weight_bound=", goes_on=KERAS),
     Misuse(36, afterwards("copy"), "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
     Misuse(36, afterwards("pickle"), "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
     # A budget.

@@ -240,17 +240,20 @@ class GivenWeights:
     Attributes:
         of_classes: Number for every class, or None.
         of_examples: Number for every example, or None.
+        bound: Bound on those that an example could have, or None.
     """
 
     of_classes: Mapping[Any, Any] | None = None
     of_examples: Any = None
+    bound: float | None = None
 
     @property
     def largest(self) -> float | None:
         """Bound on the weight of every example that could be in the data; None if unknown."""
-        if self.of_examples is not None:
-            return None
-        return 1.0 if self.of_classes is None else max(self._classes().values())
+        of_class = 1.0 if self.of_classes is None else max(self._classes().values())
+        if self.of_examples is None:
+            return of_class
+        return None if self.bound is None else of_class * self.bound
 
     def of(self, targets: Any, number: int) -> tf.Tensor | None:
         """Returns the weight of every example, float64, shape (examples,), or None."""
@@ -291,6 +294,11 @@ class GivenWeights:
             )
         if not (np.isfinite(weights) & (weights >= 0)).all():
             raise ValueError("Expected every sample_weight to be finite and >= 0, got another one.")
+        if self.bound is not None and not (weights <= self.bound).all():
+            raise ValueError(
+                f"Expected every sample_weight <= weight_bound = {self.bound:g}, got a larger one. "
+                "It bounds the weights that an example could have, and is public."
+            )
         return weights
 
 

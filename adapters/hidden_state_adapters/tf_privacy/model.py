@@ -162,7 +162,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
             shuffle: True; `batch_order` says in which order batches are dealt.
             class_weight: Factors of the losses, by class: public numbers.
             sample_weight: Factors of the losses, shape (examples,), each of its example only. Where
-                the loss is known they are refused. None if they come with x.
+                the loss is known they need a `weight_bound`. None if they come with x.
             initial_epoch: Number of the first epoch.
             steps_per_epoch: Number of steps, any of Poisson batches and of those without
                 replacement; of a generator its batches.
@@ -195,7 +195,7 @@ class PrivateTraining(tf.keras.Model, PrivacyReport):
                 f"Expected shuffle = True, got {shuffle!r}: the model deals its batches by "
                 'batch_order. For a fixed order say batch_order="cyclic".'
             )
-        weights = GivenWeights(class_weight, sample_weight)
+        weights = GivenWeights(class_weight, sample_weight, self._settings.weight_bound)
         given = Given(x, y, batch_size, steps_per_epoch, weights)
         run = self._run
         if run is not None and run.record.has_begun:
@@ -415,6 +415,8 @@ class HiddenStateModel(PrivateTraining):
             every step counts; ``"auto"`` refuses what cannot be read off.
         feature_norm: Bound B on the L2 norm of every example's features at the linear layer. All
             examples are measured before the first step.
+        weight_bound: Largest `sample_weight` that an example could have, a public number, for runs
+            whose loss is known; its constants are multiplied by it. None for no such weights.
         neighboring_relation: REPLACE_SPECIAL (an example is replaced by one with zero gradient),
             REPLACE_ONE, or for composition of Poisson batches with a `sampling_rate`
             ADD_OR_REMOVE_ONE.

@@ -152,13 +152,14 @@ class PrivateRun(PrivacyReport):
                 "loop of your own has one replica. Call fit of make_private(model)."
             )
         rule, checked = rule_and_settings(optimizer, Settings(**settings))
+        weights = GivenWeights(class_weight, sample_weight, checked.weight_bound)
         self._open(
             model,
             loss,
             tf.keras.optimizers.get(rule.optimizer),
             rule,
             checked,
-            Given(x, y, batch_size, steps_per_epoch, GivenWeights(class_weight, sample_weight)),
+            Given(x, y, batch_size, steps_per_epoch, weights),
             uses_xla=jit_compile,
             continued=Continued(RunState.of_plain(state), discard_later_steps) if state else None,
         )
@@ -287,9 +288,9 @@ class PrivateRun(PrivacyReport):
         largest = 1.0 if held.weights is None else self._largest_weight
         if largest is None and declared != Declared():
             raise UnsupportedRunError(
-                "Expected class_weight alone with what is known of the loss, got weights of "
-                "examples: its constants grow with the largest weight that one could have. Leave "
-                "feature_norm, loss_geometry and gradient_bound out."
+                "Expected weight_bound= with sample_weight and what is known of the loss, got "
+                "none: its constants grow with the largest weight that an example could have. Pass "
+                "a public bound."
             )
         held.check_each_once()
         is_plain = Update(optimizer, variables).is_plain_sgd

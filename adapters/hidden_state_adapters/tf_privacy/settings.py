@@ -159,6 +159,7 @@ class Settings:
     projection_radius: float | None = _given(validate.real, "projection_radius", above=0)
     loss_geometry: LossGeometry | str | None = _given(_geometry)
     feature_norm: float | None = None
+    weight_bound: float | None = _given(validate.real, "weight_bound", above=0)
     neighboring_relation: NeighboringRelation = _given(
         validate.neighboring_relation, default=NeighboringRelation.REPLACE_SPECIAL
     )
