@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from dp_accounting import NeighboringRelation
+from opacus.accountants import RDPAccountant
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -221,6 +222,8 @@ def test_the_accountant_of_a_run_cannot_be_replaced(make_run):
         HiddenStatePrivacyEngine(accountant="gdp")  # no bound, and may be below
     HiddenStatePrivacyEngine(accountant="rdp")  # a stock script may say its default
     engine = HiddenStatePrivacyEngine()
+    with pytest.raises(hsa.UnsupportedRunError, match="got RDPAccountant, which knows no run"):
+        engine.accountant = RDPAccountant()
     engine.accountant = HiddenStateAccountant("replace_one")
     run = make_run(engine=engine)
     run.epoch()
@@ -365,6 +368,9 @@ def test_mechanisms_and_their_optimizers(make_run):
         ]
         assert [type(run.optimizer) for run in runs] == [made, made]
         assert runs[0].optimizer.run.fields == runs[1].optimizer.run.fields
+    for mechanism in ("dice", DiceSGD):
+        with pytest.raises(TypeError, match=r"Expected mechanism to be DiceSGD\(...\)"):
+            make_run(mechanism=mechanism, **plain)
     with pytest.raises(ValueError, match='"auto" is just above the longest gradient'):
         make_run(max_grad_norm="auto", criterion=None, **none)
 

@@ -112,6 +112,11 @@ class HiddenStatePrivacyEngine(PrivacyEngine):
                 f"{type(accountant).__name__}: it would lack the steps of this engine. Make "
                 "another engine."
             )
+        if not isinstance(accountant, HiddenStateAccountant):
+            raise UnsupportedRunError(
+                f"Expected a HiddenStateAccountant, got {type(accountant).__name__}, which knows "
+                "no run of this engine. Use opacus.PrivacyEngine for another accountant."
+            )
         self._accountant = accountant
 
     # 1. make_private, and the seams that it goes through in Opacus
@@ -706,6 +711,11 @@ def _with_optimizer_class(arguments: RunArguments) -> RunArguments:
     """Returns the arguments with the private optimizer and options of the mechanism."""
     mechanism, made = arguments.mechanism, arguments.optimizer_class
     if mechanism is not None:
+        if not hasattr(type(mechanism), "optimizer_class"):
+            raise TypeError(
+                "Expected mechanism to be DiceSGD(...), BlockCoordinate(...) or None, got "
+                f"{mechanism!r}."
+            )
         optimizer = arguments.optimizer
         made = mechanism.optimizer_class(getattr(optimizer, "original_optimizer", optimizer))
     elif made is None:
