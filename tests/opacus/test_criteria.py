@@ -422,7 +422,7 @@ def test_labels_beyond_one(make_run, dataset):
     data = TensorDataset(dataset.tensors[0], 1.0001 * labels_of("labels"))
     criterion = nn.BCEWithLogitsLoss(pos_weight=WEIGHTS.float())
     run = make_run(loader={"dataset": data}, criterion=criterion, max_grad_norm=10.0)
-    with pytest.raises(hsa.UnsupportedRunError, match="not made for targets"):
+    with pytest.raises(hsa.UnsupportedRunError, match="targets of the batch, its last tensor"):
         epoch(run, criterion)
 
 

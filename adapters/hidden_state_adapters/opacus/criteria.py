@@ -224,8 +224,8 @@ def diagnosis(
         return "its gradients are not finite. Look for a division by 0 or a log of 0"
     if not torch.isfinite(slopes).all():
         return (
-            "the loss is not made for targets of the batch (no class, as with ignore_index, or no "
-            f"probabilities). {REMEDY[:-1]}"
+            "the loss is not made for targets of the batch, its last tensor that fits (no class, "
+            f"as with ignore_index or numbers of records; no probabilities). {REMEDY[:-1]}"
         )
     labels = None
     if not target.is_floating_point() and output.shape[1] > 1:
