@@ -174,6 +174,13 @@ def test_models_and_optimizers(arguments, text):
         fit(make(**arguments))
 
 
+def test_text():
+    words = layers.TextVectorization(output_sequence_length=2, vocabulary=["a", "b"])
+    stack = [words, layers.Embedding(4, 2), layers.Flatten(), layers.Dense(2)]
+    with pytest.raises(hsa.UnsupportedRunError, match="Call the layer before fit"):
+        fit(make(stack), x=tf.constant([["a b"]] * RECORDS))
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

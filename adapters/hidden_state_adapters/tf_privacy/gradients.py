@@ -188,7 +188,7 @@ class RowByRow:
     def __init__(self, model: Any, losses: Any, variables: Sequence[Any]):
         self._model, self._losses, self._variables = model, losses, list(variables)
         for layer in model._flatten_layers():
-            _refuse_loops(layer)
+            _refuse_text_and_loops(layer)
             _refuse_broken_products(layer)
             if isinstance(layer, tf.keras.layers.LayerNormalization):
                 # Without oneDNN one output of Keras 2's fused operation is a single number, where
@@ -211,7 +211,12 @@ class RowByRow:
         return [tf.convert_to_tensor(g) for g in found], loss, outputs[0]
 
 
-def _refuse_loops(layer: Any) -> None:
+def _refuse_text_and_loops(layer: Any) -> None:
+    if isinstance(layer, keras_api.layers.TextVectorization):
+        raise UnsupportedRunError(
+            f"Expected numbers as examples, got text for {layer.name}, which TensorFlow cannot "
+            "vectorize. Call the layer before fit, x = layer(x), and make the model without it."
+        )
     if isinstance(layer, tf.keras.layers.RNN) and layer.trainable_weights and not layer.unroll:
         raise UnsupportedRunError(
             f"Expected recurrent layers with unroll=True, got {layer.name} without: TensorFlow "
