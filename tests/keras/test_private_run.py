@@ -138,6 +138,8 @@ class TestEager:
         run.train(2, target_epsilon=3.0, verbose=False)
         assert 2.9 < run.get_epsilon(DELTA) <= 3.0
         assert run.noise_multiplier == run.privacy_event.noise_multiplier
+        with pytest.raises(AttributeError):  # it would change nothing
+            run.noise_multiplier = 1.0
 
     def test_a_layer_is_a_model(self):
         layer = tf.keras.layers.Dense(CLASSES, kernel_initializer="ones")

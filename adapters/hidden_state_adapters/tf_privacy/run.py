@@ -204,7 +204,7 @@ class PrivateRun(PrivacyReport):
         example, losses = self._examples.first(1)[0], RowLosses(loss)
         known = self._looked_at(losses, rule, settings, optimizer, variables)
         settings = settings.with_clip_norm(known.declared.longest_gradient, known.why_not)
-        self.settings, self.noise_multiplier = settings, settings.noise_multiplier
+        self.settings, self._noise = settings, settings.noise_multiplier
         self.steps = Algorithm(rule, settings, optimizer, self.plan, variables)
         # Of the order of the batches; what is known of the loss only adds theorems.
         self.steps.new_run(known.declared).check_relation(self.relation)
@@ -327,6 +327,11 @@ class PrivateRun(PrivacyReport):
     def record(self) -> RecordedRun:
         """Record of its steps."""
         return self._record
+
+    @property
+    def noise_multiplier(self) -> float | None:
+        """Noise multiplier that was given, or that was found; None before."""
+        return self._noise
 
     @property
     def has_weights(self) -> bool:
@@ -626,14 +631,14 @@ class PrivateRun(PrivacyReport):
         if target is not None:
             steps.set_noise(1.0)
             event = planned().event()
-            self.noise_multiplier = calibrate_noise_after(
+            self._noise = calibrate_noise_after(
                 record.earlier_events,
                 *target,
                 lambda noise: _with_noise(event, noise),
                 self.relation,
                 "start from weights that no private run left",
             )
-            steps.set_noise(self.noise_multiplier)
+            steps.set_noise(self._noise)
         if may_stop:
             planned()  # raises
             record.may_stop(lambda run: steps.with_steps_ahead(run, *ahead))
