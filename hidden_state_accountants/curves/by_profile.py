@@ -132,7 +132,8 @@ def hull_profile(*orders: tuple[np.ndarray, np.ndarray]) -> Profile:
     together, polygons = min(float(deltas[0]) for _, deltas in orders), []  # the total variation
     for epsilons, deltas in orders:
         falling = np.minimum.accumulate(np.append(together, deltas[1:]))
-        kept = lower_hull(np.expm1(epsilons), falling)
+        with np.errstate(over="ignore"):  # any of the points may go
+            kept = lower_hull(np.expm1(epsilons), falling)
         polygons.append(profiles.polygon(epsilons[kept], falling[kept]))
     return Profile(polygons[0], polygons[-1], max(float(epsilons[-1]) for epsilons, _ in orders))
 

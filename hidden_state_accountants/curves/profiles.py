@@ -140,17 +140,20 @@ def _sampled_epsilon(epsilon: float, rate: float) -> float:
 
 def polygon(epsilons: np.ndarray, values: np.ndarray) -> Deltas:
     """The polygon through nodes that ascend from 0, rounded up; beyond the last one it is level."""
-    return functools.partial(_polygon_deltas, np.expm1(epsilons), float(epsilons[-1]), values)
+    return functools.partial(_polygon_deltas, epsilons, values)
 
 
-def _polygon_deltas(
-    corners: np.ndarray, last: float, values: np.ndarray, epsilon: np.ndarray
-) -> np.ndarray:
-    x = np.expm1(np.minimum(epsilon, last))
-    right = np.minimum(np.searchsorted(corners, x), len(corners) - 1)
+def _polygon_deltas(nodes: np.ndarray, values: np.ndarray, epsilon: np.ndarray) -> np.ndarray:
+    epsilon = np.minimum(epsilon, nodes[-1])
+    right = np.searchsorted(nodes[1:-1], epsilon) + 1
+    left, right = right - 1, np.minimum(right, len(nodes) - 1)
+    # The share of the way in e^epsilon, which may overflow.
+    start, end = nodes[left], nodes[right]
+    length = np.minimum(np.expm1(start - end), -_TINY)  # of nothing beyond the last node
+    share = np.exp(epsilon - end) * np.expm1(start - epsilon) / length
+    inside = values[left] + share * (values[right] - values[left])
     # Where the values fall steeply the interpolation cancels.
-    inside = np.maximum(np.interp(x, corners, values), values[right])
-    return np.asarray(inside + _ROUNDING_OF_POLYGONS * values[np.maximum(right - 1, 0)])
+    return np.asarray(np.maximum(inside, values[right]) + _ROUNDING_OF_POLYGONS * values[left])
 
 
 def many_gaussians(weights: np.ndarray, mus: np.ndarray, smallest: float) -> Profile:

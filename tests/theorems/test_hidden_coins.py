@@ -415,6 +415,17 @@ def test_polygons_lie_just_above(seed, is_replaced):
     assert usual * (1 - 1e-9) - 1e-9 <= composed <= usual * 1.002 + 1e-6
 
 
+def test_polygons_of_any_epsilon():
+    """Also where e^epsilon overflows."""
+    curve = hsa.curves.GaussianCurve(40.0)
+    nodes = np.append(0.0, np.geomspace(1, 1400, 300))
+    polygon = profiles.polygon(nodes, np.array([curve.delta(node) for node in nodes]))
+    for epsilon in np.linspace(0, 1500, 400):
+        found, truth = float(polygon(np.array(epsilon))), curve.delta(epsilon)
+        assert truth <= found
+    assert polygon(np.array(900.0)) <= curve.delta(880.0)
+
+
 def test_a_larger_law_is_larger():
     weights = np.full(4, 0.25)
     for is_replaced in (False, True):
