@@ -307,7 +307,7 @@ def test_no_text_advises_two_layers():
 
 def test_the_callback_refuses_them(make_run):
     pytest.importorskip("tensorflow_privacy")
-    run = make_run()
+    run = make_run(optimizer={"loss_geometry": CONVEX})
     run.model = tf.keras.Sequential([layers.Dense(3, "tanh"), layers.Dense(1)])
     run.model.compile(run.optimizer, losses.BinaryCrossentropy(True, reduction="none"))
     with pytest.raises(hsa.UnsupportedRunError, match=REFUSED):
