@@ -45,11 +45,12 @@ class HiddenStateCallback(PrivacyReport, tf.keras.callbacks.Callback):
         CyclicDPKerasSGDOptimizer, a `DiceSgdDpEvent` (all iterates) for the Dice optimizers, a
         `BlockCoordinateDpEvent` for BlockCoordinateKerasOptimizer (whole epochs; blocks that are
         released within the run are accounted by composition).
-      - Checked: that fit trains on `data`; one step is made on each batch; layers, and the
-        callbacks of `with_others`, are ones that can be accounted; after every step its learning
-        rate, its number of rows, and that its gradients are finite and not longer than declared;
-        when an epoch begins and when epsilon is asked for, that the weights are those that the last
-        step left; after every epoch, that variables that are not trained are unchanged.
+      - Checked: that fit trains on a dataset of `cyclic_dataset`, the same one in every call; one
+        step is made on each batch; layers, and the callbacks of `with_others`, are ones that can be
+        accounted; after every step its learning rate, its number of rows, and that its gradients
+        are finite and not longer than declared; when an epoch begins and when epsilon is asked for,
+        that the weights are those that the last step left; after every epoch, that variables that
+        are not trained are unchanged.
       - Declared by you, and listed by `assumptions`: that each entry of the loss is about one
         example of the batch, that every update is applied, and that nothing else changes the
         weights within an epoch, as TensorFlow Privacy's optimizers assume; what you declare. Losses
