@@ -57,23 +57,11 @@ def poisson_batches(records, b, secret=None):
 SECRET = [shuffled, reshuffled, subsets, poisson, bins, redrawn]
 
 
-@pytest.mark.parametrize("make", [shuffled, reshuffled, bins, redrawn])
-def test_an_epoch_holds_every_record_once(make):
-    plan = make()
-    assert plan.num_batches == 3
-    for epoch in range(4):
-        batches = [plan.batch(3 * epoch + k) for k in range(3)]
-        assert sorted(itertools.chain.from_iterable(batches)) == sorted(RECORDS)
-        sizes = [len(batch) for batch in batches]
-        assert sizes == [plan.num_rows(3 * epoch + k) for k in range(3)]
-        if make in (shuffled, reshuffled):
-            assert sizes == [2, 2, 2]
-        if make in (shuffled, bins):
-            assert batches == [plan.batch(k) for k in range(3)]
-
-
-def uniform_p_value(counts):
-    return stats.chisquare(list(counts.values())).pvalue
+def p_value(drawn, weight=lambda found: 1.0):
+    """Of counts, if what is found has chances in proportion to the weights."""
+    weights = np.array([weight(found) for found in drawn])
+    expected = weights / weights.sum() * drawn.total()
+    return stats.chisquare(list(drawn.values()), expected).pvalue
 
 
 def test_orders_are_uniform():
@@ -81,7 +69,7 @@ def test_orders_are_uniform():
     keys = RandomKeys(1)
     orders = collections.Counter(tuple(keys.permutation(k, 6).tolist()) for k in range(14_400))
     assert len(orders) == 720
-    assert uniform_p_value(orders) > 1e-4
+    assert p_value(orders) > 1e-4
 
 
 def test_subsets_are_uniform_and_independent_from_step_to_step():
@@ -91,18 +79,24 @@ def test_subsets_are_uniform_and_independent_from_step_to_step():
         plan.start_pass(step)
         drawn[tuple(plan.batch(step)), tuple(plan.batch(step + 1))] += 1
     assert len(drawn) == 36
-    assert uniform_p_value(drawn) > 1e-4
+    assert p_value(drawn) > 1e-4
 
 
-def test_poisson_batches_are_independent_coins():
-    plan = poisson(seed=4, records=range(3), b=1)  # q = 1/3
-    drawn = collections.Counter()
-    for step in range(9_000):
+@pytest.mark.parametrize(
+    ("n", "b", "cap", "weight"),
+    [
+        (3, 1, None, lambda batch: 0.5 ** len(batch)),  # q = 1/3
+        (4, 2, 2, lambda batch: 1 if len(batch) < 2 else 11 / 6),  # 11 of 16 have two or more
+    ],
+)
+def test_poisson_batches_are_independent_coins(n, b, cap, weight):
+    """Of those beyond a cap a uniform subset stays."""
+    plan, drawn = poisson(4, range(n), b, cap), collections.Counter()
+    for step in range(10_000):
         plan.start_pass(step)
         drawn[tuple(plan.batch(step))] += 1
-    expected = {key: (1 / 3) ** len(key) * (2 / 3) ** (3 - len(key)) * 9_000 for key in drawn}
-    assert len(drawn) == 8
-    assert stats.chisquare(list(drawn.values()), list(expected.values())).pvalue > 1e-4
+    assert len(drawn) == (8 if cap is None else 11)
+    assert p_value(drawn, weight) > 1e-4
 
 
 @pytest.mark.parametrize("make", [bins, redrawn])
@@ -119,17 +113,28 @@ def test_balls_in_bins_are_independent_and_uniform(make):
         drawn[ways[0]] += 1
         same += ways[0] == ways[1]
     assert len(drawn) == 27
-    assert uniform_p_value(drawn) > 1e-4
+    assert p_value(drawn) > 1e-4
     expected = 5_400 if make is bins else 200
     assert abs(same - expected) < 80
 
 
-def test_bins_of_uneven_numbers_are_uniform(monkeypatch):
-    """Integers above the last multiple of the number of bins are drawn again."""
-    keys = RandomKeys(8)
-    words = iter([[2**64 - 1, 5, 2**64 - 1], [2**64 - 1, 7], [9]])
-    monkeypatch.setattr(RandomKeys, "_words", lambda *_: np.array(next(words), dtype=np.uint64))
-    assert keys.bins(0, 3, 3).tolist() == [0, 2, 1]
+@pytest.mark.parametrize(
+    ("draw", "words", "expected"),
+    [
+        (lambda keys: keys.bins(0, 3, 3), [[2**64 - 1, 5, 2**64 - 1], [2**64 - 1, 7], [9]],
+         [0, 2, 1]),
+        # 2**64 - 6 is 0 modulo 10, and equal places count once.
+        (lambda keys: keys.subset(0, 10, 4), [[5, 15, 2**64 - 1, 7], [7, 2**64 - 7], [2**64 - 6],
+                                              [30]], [0, 5, 7, 9]),
+    ],
+)  # fmt: skip
+def test_integers_that_would_be_likelier_are_drawn_again(draw, words, expected, monkeypatch):
+    monkeypatch.setattr(
+        "hidden_state_adapters.batch_plans.os.urandom",
+        lambda count: np.array(words.pop(0), dtype=np.uint64).tobytes(),
+    )
+    assert draw(RandomKeys()).tolist() == expected
+    assert not words
 
 
 @pytest.mark.parametrize("make", [bins, redrawn])
@@ -140,7 +145,7 @@ def test_bins_beyond_the_cap_lose_a_uniform_subset(make):
         kept[tuple(sorted(plan.batch(0)))] += 1
         assert plan.num_rows(0) == 2
     assert len(kept) == 6
-    assert uniform_p_value(kept) > 1e-4
+    assert p_value(kept) > 1e-4
 
 
 def weights_of(law):
@@ -164,32 +169,7 @@ def test_subsets_of_every_size_are_uniform(size):
     )
     assert len(drawn) == math.comb(5, size)
     assert all(list(chosen) == sorted(set(chosen)) for chosen in drawn)
-    assert size in (0, 5) or uniform_p_value(drawn) > 1e-4
-
-
-def test_places_are_drawn_again_until_there_are_enough(monkeypatch):
-    """Equal ones count once, and integers that are likelier modulo the records are left out."""
-    words = [[5, 15, 2**64 - 1, 7], [7, 2**64 - 7], [2**64 - 6], [30]]  # 2**64 - 6 is 0 modulo 10
-    monkeypatch.setattr(
-        "hidden_state_adapters.batch_plans.os.urandom",
-        lambda count: np.array(words.pop(0), dtype=np.uint64).tobytes(),
-    )
-    assert RandomKeys().subset(0, 10, 4).tolist() == [0, 5, 7, 9]
-    assert not words
-
-
-def test_a_cap_keeps_a_uniform_subset():
-    n, b, cap = 4, 2, 2
-    plan = poisson(5, range(n), b, cap)
-    drawn = collections.Counter()
-    for step in range(12_000):
-        plan.start_pass(step)
-        drawn[tuple(plan.batch(step))] += 1
-    expected = {
-        chosen: 12_000 / 16 * (1 if len(chosen) < cap else 11 / 6) for chosen in drawn
-    }  # 11 of 16 batches have two records or more
-    assert len(drawn) == 11
-    assert stats.chisquare(list(drawn.values()), list(expected.values())).pvalue > 1e-4
+    assert size in (0, 5) or p_value(drawn) > 1e-4
 
 
 @pytest.mark.parametrize("make", SECRET)
@@ -211,6 +191,7 @@ def test_seeds(make):
     assert [plan.batch(step) for step in range(6, 9)] == batches[0][6:]  # resumed
     assert make(1).is_seeded
     assert not make().is_seeded
+    assert set(itertools.chain.from_iterable(batches[0])) <= set(RECORDS)
     without = [[make(None, range(60), 10).batch(step) for step in range(6)] for _ in range(2)]
     assert without[0] != without[1]
     assert "seed" not in repr(RandomKeys(12345))
@@ -232,10 +213,8 @@ def test_a_public_order_may_be_copied():
     assert copy.deepcopy(plan).batch(1) == pickle.loads(pickle.dumps(plan)).batch(1) == [11, 2]
     other = EqualPlan(tuple(reversed(RECORDS)), 2, BatchOrder.CYCLIC)
     assert plan.fingerprint() != other.fingerprint()
-    assert (
-        EqualPlan(range(4), 2, BatchOrder.CYCLIC).fingerprint()
-        == EqualPlan([0, 1, 2, 3], 2, BatchOrder.CYCLIC).fingerprint()
-    )
+    ranged, listed = (EqualPlan(of, 2, BatchOrder.CYCLIC) for of in (range(4), [0, 1, 2, 3]))
+    assert ranged.fingerprint() == listed.fingerprint()
 
 
 @pytest.mark.parametrize("make", SECRET)
@@ -246,14 +225,8 @@ def test_private_state_goes_on_with_the_same_batches(make, step):
         plan.batch(k)
     other = make()
     other.load_private_state(plan.private_state(step))
-    drawn = {
-        subsets: 1,
-        poisson: 1,
-        reshuffled: 3 - step % 3,
-        shuffled: 6,
-        bins: 6,
-        redrawn: 3 - step % 3,
-    }[make]
+    per_epoch = {subsets: 1, poisson: 1, shuffled: 6, bins: 6}
+    drawn = per_epoch.get(make, 3 - step % 3)
     steps = range(step, step + drawn)
     assert [other.batch(k) for k in steps] == [plan.batch(k) for k in steps]
     damaged = plan.private_state(step)
