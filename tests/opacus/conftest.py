@@ -96,13 +96,14 @@ def make_run(make_loader):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Opacus: secure mode is off
             engine = engine or HiddenStatePrivacyEngine()
-            private = engine.make_private(
+            private, optimizer, *own, batches = engine.make_private(
                 module=model,
                 optimizer=optimizer,
                 data_loader=make_loader(**(loader or {})),
                 **arguments,
             )
-        return Run(engine, *private, plain_model=model, criterion=criterion)
+        criterion = own[0] if own else criterion  # ghost clipping has its own
+        return Run(engine, private, optimizer, batches, plain_model=model, criterion=criterion)
 
     return make
 

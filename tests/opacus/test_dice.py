@@ -11,7 +11,6 @@ import pytest
 import torch
 from dice import adam_step, automatic_step, sgd_step
 from dp_accounting import NeighboringRelation
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from opacus_dice import (
     BOUND,
     CLIP,
@@ -25,10 +24,9 @@ from opacus_dice import (
     SHOWN,
     error_of,
     everything_in,
-    flat,
     saved,
-    weights,
 )
+from opacus_runs import flat, in_pieces, weights
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,12 +42,6 @@ from hidden_state_adapters.opacus import (
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
-
-
-def in_pieces(run, size):
-    return BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=size, optimizer=run.optimizer
-    )
 
 
 def state_of(run):
