@@ -1,117 +1,100 @@
-"""What goes wrong in forward, backward and step of a private model: refused, with the way out.
+"""Forward, backward and step of a private model, with ghost clipping and in several passes.
 
-And what only seems to: layers that work in place, copies, averages of weights.
+What goes wrong there is refused, with the way out; what only seems to is not: layers that work in
+place, copies, passes that are cleared. Opacus adds up, row by row, what several calls before one
+step leave: whether they belong together is seen where the calls are made within one module.
 """
 
 import copy
+import functools
 import pickle
 
+import numpy as np
 import pytest
 import torch
+from opacus import PrivacyEngine
 from opacus.layers import DPMultiheadAttention
+from opacus_runs import flat, layers, weights
 from torch import nn
 from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
-from hidden_state_accountants import UnsupportedRunError
-from hidden_state_adapters.opacus import HiddenStatePrivacyEngine
+from hidden_state_accountants import LossGeometry, UnsupportedRunError
+from hidden_state_adapters.opacus import DiceSGDOptimizer, HiddenStatePrivacyEngine
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::UserWarning", "ignore::FutureWarning", "ignore::RuntimeWarning"
+)
 
-RECORDS, BATCH, CLASSES, WORDS = 24, 12, 3, 20
+BATCH, CLASSES, WORDS, CLIP = 10, 3, 20, 0.05
+
+
+@pytest.fixture
+def make(make_run):
+    """A run of a small network, with the clip and the noise of each test."""
+
+    def make(model=None, records=None, **arguments):
+        if records is not None:
+            labels = torch.arange(len(records)) % CLASSES
+            arguments["loader"] = {"dataset": TensorDataset(records, labels)}
+        model = layers() if model is None else model
+        return make_run(model=model, **{"loss_geometry": None, **arguments})
+
+    return make
 
 
 def vectors(*shape):
-    return torch.randn(RECORDS, *shape, generator=torch.Generator().manual_seed(1))
+    return torch.randn(2 * BATCH, *shape, generator=torch.Generator().manual_seed(1))
 
 
-def words():
-    return torch.randint(WORDS, (RECORDS, 5), generator=torch.Generator().manual_seed(1))
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 6), nn.Dropout(0.1), nn.Tanh(), nn.Linear(6, CLASSES))
-
-
-def private(module, records=None, engine=None, **arguments):
-    """Engine, model, optimizer, criterion and loader."""
-    engine = engine or HiddenStatePrivacyEngine()
-    labels = torch.arange(RECORDS) % CLASSES
-    records = vectors(8) if records is None else records
-    ghost = {"criterion": nn.CrossEntropyLoss()} if "ghost" in arguments.values() else {}
-    model, optimizer, *criterion, loader = engine.make_private(
-        module=module,
-        optimizer=torch.optim.SGD(module.parameters(), lr=0.5),
-        data_loader=DataLoader(TensorDataset(records, labels), batch_size=BATCH),
-        **{"noise_multiplier": 1.0, "max_grad_norm": 1.0, "batch_order": "cyclic"},
-        **ghost,
-        **arguments,
-    )
-    return engine, model, optimizer, criterion[0] if criterion else nn.CrossEntropyLoss(), loader
-
-
-def train(run):
-    _, model, optimizer, criterion, loader = run
-    for x, y in loader:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
+# --- what is refused, with the way out ------------------------------------------------------------
 
 
 class TwoHeads(nn.Module):
     def __init__(self):
         super().__init__()
-        self.body, self.first, self.second = nn.Linear(8, 6), nn.Linear(6, 3), nn.Linear(6, 1)
+        self.body, self.first, self.second = nn.Linear(5, 6), nn.Linear(6, 3), nn.Linear(6, 1)
 
     def forward(self, x):
         z = torch.tanh(self.body(x))
         return self.first(z), self.second(z)
 
 
-def two_backward_passes():
-    _, model, optimizer, _, loader = private(TwoHeads())
-    for x, y in loader:
-        optimizer.zero_grad()
-        first, second = model(x)
+def two_backward_passes(make):
+    run = make(TwoHeads())
+    for x, y in run.loader:
+        first, second = run.model(x)
         functional.cross_entropy(first, y).backward(retain_graph=True)
         functional.mse_loss(second[:, 0], y.float()).backward()
-        optimizer.step()
+        run.optimizer.step()
 
 
-def gradient_penalty():
-    _, model, optimizer, _, loader = private(network())
-    for x, _ in loader:
-        optimizer.zero_grad()
-        out = model(x.requires_grad_()).sum()
-        (slope,) = torch.autograd.grad(out, x, create_graph=True)
-        (out / len(x) + ((slope.norm(dim=1) - 1) ** 2).mean()).backward()
+def gradient_penalty(make):
+    run = make()
+    x, _ = next(iter(run.loader))
+    out = run.model(x.requires_grad_()).sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    (out / len(x) + ((slope.norm(dim=1) - 1) ** 2).mean()).backward()
 
 
-def train_forgotten(**mode):
-    run = private(network(), **mode)
-    run[1].eval()
-    train(run)
+def train_forgotten(make):
+    run = make(nn.Sequential(nn.Linear(5, 6), nn.Dropout(0.1), nn.Linear(6, CLASSES)))
+    run.model.eval()
+    run.epoch()
 
 
-def eval_in_ghost_clipping():
-    train_forgotten(grad_sample_mode="ghost")
+def evaluated_into_the_clipped_sum(make):
+    run = make()
+    x, y = batch = next(iter(run.loader))
+    run.backward(batch)
+    functional.cross_entropy(run.model.eval()(x), y).backward()
 
 
-def evaluated_into_the_clipped_sum():
-    _, model, optimizer, criterion, loader = private(network(), grad_sample_mode="ghost")
-    for x, y in loader:
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        functional.cross_entropy(model.eval()(x), y).backward()
-
-
-def in_place_at_several_positions(**mode):
-    module = nn.Sequential(
-        nn.Linear(8, 6), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(30, CLASSES)
-    )
-    train(private(module, vectors(5, 8), **mode))
+def in_place_at_several_positions(make):
+    relu = nn.ReLU(inplace=True)
+    module = nn.Sequential(nn.Linear(8, 6), relu, nn.Flatten(), nn.Linear(30, CLASSES))
+    make(module, vectors(5, 8)).epoch()
 
 
 class OnceInPlace(nn.Module):
@@ -126,8 +109,8 @@ class OnceInPlace(nn.Module):
         return self.last(z.flatten(1))
 
 
-def in_place_in_ghost_clipping():
-    train(private(OnceInPlace(), vectors(5, 8), grad_sample_mode="ghost"))
+def in_place_in_a_later_pass(make):
+    make(OnceInPlace(), vectors(5, 8)).epoch()
 
 
 class Positions(nn.Module):
@@ -142,8 +125,8 @@ class Positions(nn.Module):
         return self.last((self.words(x) + self.positions(torch.arange(5)[None])).mean(1))
 
 
-def positions_for_all_records():
-    train(private(Positions(), words()))
+def positions_for_all_records(make):
+    make(Positions(), torch.arange(2 * BATCH)[:, None].expand(-1, 5)).epoch()
 
 
 class SequenceFirst(nn.Module):
@@ -156,79 +139,155 @@ class SequenceFirst(nn.Module):
         return self.last(self.attention(x, x, x)[0].mean(0))
 
 
-def the_sequence_comes_first():
-    train(private(SequenceFirst(), vectors(5, 8)))
+def the_sequence_comes_first(make):
+    make(SequenceFirst(), vectors(5, 8)).epoch()
 
 
-def a_sequence_as_long_as_the_batch(**mode):
+def a_sequence_as_long_as_the_batch(make):
     """Every position has a row then, and a record is in all of them: 4 clip norms and more."""
-    train(private(SequenceFirst(), vectors(BATCH, 8), **mode))
+    make(SequenceFirst(), vectors(BATCH, 8)).epoch()
 
 
-def a_sequence_in_functorch():
-    a_sequence_as_long_as_the_batch(grad_sample_mode="functorch")
+def other_weights(make):
+    run = make()
+    nudged = {name: 1.1 * p for name, p in run.model.named_parameters()}
+    torch.func.functional_call(run.model, nudged, next(iter(run.loader))[0])
 
 
-def a_sequence_in_ghost_clipping():
-    a_sequence_as_long_as_the_batch(grad_sample_mode="ghost")
+def another_criterion(make):
+    """The plain one makes one pass: its gradients are those of no clip."""
+    run = make()
+    run.criterion = nn.CrossEntropyLoss()
+    run.epoch()
 
 
-def no_gradients_of_records():
-    private(network(), grad_sample_mode="no_op")
+class Tied(nn.Module):
+    """Uses the weights of a layer once more, below another layer or above all."""
+
+    def __init__(self, is_above):
+        super().__init__()
+        self.first, self.last, self.is_above = nn.Linear(5, 3), nn.Linear(3, 3), is_above
+
+    def forward(self, features):
+        hidden = self.first(features).relu_()
+        again = functional.linear(hidden, self.first.weight[:, :3])
+        return self.last(hidden) + again if self.is_above else self.last(again)
 
 
-def a_known_loss_of_a_network():
-    private(network(), criterion=nn.CrossEntropyLoss(), feature_norm=1.0)
+def weights_used_below(make):
+    make(Tied(is_above=False)).epoch()
 
 
-def a_known_loss_with_adam():
-    module = nn.Linear(8, CLASSES)
-    HiddenStatePrivacyEngine().make_private(
-        module=module,
-        optimizer=torch.optim.Adam(module.parameters()),
-        data_loader=DataLoader(TensorDataset(vectors(8), words()), batch_size=BATCH),
-        noise_multiplier=1.0,
-        max_grad_norm=1.0,
-        criterion=nn.CrossEntropyLoss(),
-        feature_norm=1.0,
-    )
+def weights_used_above(make):
+    make(Tied(is_above=True)).epoch()
 
 
-def other_weights():
-    _, model, optimizer, _, loader = private(network())
-    for x, _ in loader:
-        optimizer.zero_grad()
-        nudged = {name: 1.1 * p for name, p in model.named_parameters()}
-        torch.func.functional_call(model, nudged, x)
+def losses_in_a_column(make):
+    run = make(layers(1), criterion=nn.BCEWithLogitsLoss())
+    features, labels = next(iter(run.loader))
+    run.criterion(run.model(features), (labels > 0).float()[:, None])
 
 
+def another_clip_norm(make):
+    """The noise would follow it, Opacus' clip would not."""
+    run = make()
+    run.optimizer.max_grad_norm = 0.15
+    run.epoch()
+
+
+def norms_of_the_step_before(make):
+    run = make(TwoHeads())
+    (x, y), (others, labels), *_ = run.loader
+    run.criterion(sum(run.model(x)), y).backward()
+    run.optimizer.step()
+    run.criterion(run.model(others)[0], labels).backward()
+
+
+def dice(make):
+    make(optimizer_class=DiceSGDOptimizer)
+
+
+def declared_loss(make):
+    make(loss_geometry=LossGeometry.smooth(1.0))
+
+
+SEQUENCE = "step 1: .*attention.qlinear.*batch_first"
 REFUSALS = [
-    (other_weights, "weights of Linear '0'.*functional_call.* Call the model itself"),
-    (two_backward_passes, r"a second one .* at Linear 'body'.*\(first \+ second\).backward\(\)"),
-    (gradient_penalty, "create_graph=True, a gradient penalty"),
-    (train_forgotten, r"Call the private model in train\(\) mode"),
-    (eval_in_ghost_clipping, r"eval\(\) mode with .*ghost.*Call model.train\(\)"),
-    (evaluated_into_the_clipped_sum, r"join the clipped sum.*grad_sample_mode=\"hooks\""),
-    (in_place_at_several_positions, "in-place changes of an output"),
-    (in_place_in_ghost_clipping, "use inplace=False"),
-    (
-        positions_for_all_records,
-        r"positions.weight .*one for the whole.*expand\(len\(x\), -1",
-    ),
-    (the_sequence_comes_first, "attention.qlinear.weight.*batch_first=True"),
-    (a_sequence_as_long_as_the_batch, "step 1: .*attention.qlinear.*batch_first"),
-    (a_sequence_in_functorch, "step 1: .*attention.qlinear.*batch_first"),
-    (a_sequence_in_ghost_clipping, "step 1: .*attention.qlinear.*batch_first"),
-    (no_gradients_of_records, 'Use "functorch"'),
-    (a_known_loss_of_a_network, "^criterion= and feature_norm= need a model"),
-    (a_known_loss_with_adam, "leave out criterion, feature_norm"),
+    (other_weights, "hooks", "weights of Linear '0'.*functional_call.* Call the model itself"),
+    (two_backward_passes, "hooks", r"a second one .* at Linear 'body'.*\(first \+ second\).backw"),
+    (gradient_penalty, "hooks", "create_graph=True, a gradient penalty"),
+    (train_forgotten, "hooks", r"Call the private model in train\(\) mode"),
+    (train_forgotten, "ghost", r"eval\(\) mode with .*ghost.*Call model.train\(\)"),
+    (evaluated_into_the_clipped_sum, "ghost", r"join the clipped sum.*grad_sample_mode=\"hooks\""),
+    (in_place_at_several_positions, "hooks", "in-place changes of an output"),
+    (in_place_in_a_later_pass, "ghost", "use inplace=False"),
+    (positions_for_all_records, "hooks", r"positions.weight .*one for the whole.*expand\(len\(x"),
+    (the_sequence_comes_first, "hooks", "attention.qlinear.weight.*batch_first=True"),
+    *[
+        (a_sequence_as_long_as_the_batch, mode, SEQUENCE)
+        for mode in ("hooks", "functorch", "ghost")
+    ],
+    (another_criterion, "ghost", "the criterion that make_private returned"),
+    (weights_used_below, "ghost", "another use of the weights"),
+    (weights_used_above, "ghost", "another use of the weights"),
+    (losses_in_a_column, "ghost", r"one loss for each record.*got \(1,\) for each"),
+    (another_clip_norm, "ghost", r"max_grad_norm = 0\.15"),
+    (norms_of_the_step_before, "ghost", "no per-example gradients"),
+    (dice, "ghost", 'Expected grad_sample_mode = "hooks"'),
+    (declared_loss, "ghost", 'Expected grad_sample_mode = "hooks"'),
 ]
 
 
-@pytest.mark.parametrize(("program", "text"), REFUSALS, ids=lambda x: getattr(x, "__name__", ""))
-def test_cause_and_remedy_are_named(program, text):
+@pytest.mark.parametrize(("program", "mode", "text"), REFUSALS)
+def test_cause_and_remedy_are_named(make, program, mode, text):
     with pytest.raises(UnsupportedRunError, match=text):
-        program()
+        program(functools.partial(make, grad_sample_mode=mode))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda losses, weights: 0.5 * (2 * losses) + (weights**2).sum() / 2,
+        lambda losses, weights: (weights**2).sum() - (-losses),
+    ],
+)
+def test_a_penalty_on_the_weights_is_refused_with_ghost_clipping(make, loss):
+    """It is in no norm, but in the sum, times the clip factors of all records together."""
+    run = make(grad_sample_mode="ghost")
+    features, labels = next(iter(run.loader))
+    losses = run.criterion(run.model(features), labels)
+    with pytest.raises(UnsupportedRunError, match="a penalty, another use"):
+        loss(losses, run.plain_model[0].weight).backward()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
+        lambda model: model[0].weight.grad.mul_(100),
+        lambda model: setattr(model[2].bias, "grad", model[2].bias.grad * 100),
+        lambda model: model[0].weight.register_hook(lambda grad: 100 * grad),
+        lambda model: model[0].weight.register_post_accumulate_grad_hook(lambda param: None),
+    ],
+)
+def test_sums_of_ghost_clipping_that_are_changed_before_the_noise_are_refused(make, change):
+    run = make(grad_sample_mode="ghost")
+    run.backward(next(iter(run.loader)))
+    change(run.plain_model)
+    with pytest.raises(UnsupportedRunError, match="step 1: expected the clipped sums"):
+        run.optimizer.step()
+
+
+# --- what is fine ---------------------------------------------------------------------------------
+
+
+def test_a_penalty_on_outputs_is_a_loss_of_the_record(make):
+    run = make(grad_sample_mode="ghost")
+    features, labels = next(iter(run.loader))
+    outputs = run.model(features)
+    (run.criterion(outputs, labels) + 0.1 * outputs.square().sum(dim=1)).backward()
+    run.optimizer.step()
+    assert run.steps == 1
 
 
 class Block(nn.Module):
@@ -247,65 +306,209 @@ class Block(nn.Module):
         return self.last(self.relu(out).flatten(1))
 
 
-def test_ghost_clipping_takes_no_norms_of_the_step_before():
-    _, model, optimizer, criterion, loader = private(TwoHeads(), grad_sample_mode="ghost")
-    (x, y), (others, labels) = loader
-    criterion(sum(model(x)), y).backward()
-    optimizer.step()
-    with pytest.raises(UnsupportedRunError, match="no per-example gradients"):
-        criterion(model(others)[0], labels).backward()
-
-
 @pytest.mark.parametrize("mode", ["hooks", "functorch", "ghost"])
-def test_layers_that_work_in_place_change_nothing(mode):
-    weights = []
+def test_layers_that_work_in_place_change_nothing(make, mode):
+    ends = []
     for inplace, own in ((True, mode), (False, "hooks")):
         torch.manual_seed(0)
-        generator = torch.Generator().manual_seed(1)
-        module = Block(inplace)
-        train(private(module, vectors(1, 4, 4), grad_sample_mode=own, noise_generator=generator))
-        weights.append(torch.cat([p.detach().flatten() for p in module.parameters()]))
-    torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-6)
+        run = make(Block(inplace), vectors(1, 4, 4), noise_multiplier=0.0, grad_sample_mode=own)
+        run.epoch()
+        ends.append(weights(run))
+    np.testing.assert_allclose(*ends, rtol=1e-4, atol=1e-6)
 
 
-def copied_wrapper(model, plain):
-    return copy.deepcopy(model)
-
-
-def copied_model(model, plain):
-    return copy.deepcopy(plain)
-
-
-def pickled(model, plain):
-    return pickle.loads(pickle.dumps(model))
-
-
-def averaged(model, plain):
-    return AveragedModel(model)
-
-
-@pytest.mark.parametrize("made", [copied_wrapper, copied_model, pickled, averaged])
-def test_a_copy_trains_nothing(made):
-    module = network()
-    run = private(module)
-    train(run)
-    engine, model, _, criterion, loader = run
-    another = made(model, module)
-    for x, y in loader:
-        criterion(another(x), y).backward()
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda run: copy.deepcopy(run.model),
+        lambda run: copy.deepcopy(run.plain_model),
+        lambda run: pickle.loads(pickle.dumps(run.model)),
+        lambda run: AveragedModel(run.model),
+    ],
+)
+def test_a_copy_trains_nothing(make, made):
+    run = make()
+    run.epoch()
+    another = made(run)
+    for x, y in run.loader:
+        run.criterion(another(x), y).backward()
     assert all(p.grad is not None and p.grad.any() for p in another.parameters())
-    before = engine.get_epsilon(1e-5)
-    train(run)
-    assert engine.get_epsilon(1e-5) > before
-    assert engine.privacy_event.num_steps == 2 * RECORDS // BATCH
+    run.epoch()
+    assert run.engine.privacy_event.num_steps == 12
 
 
-def test_a_model_is_made_private_again_and_again():
+def test_a_model_is_made_private_again_and_again(make):
     """By itself, by its wrapper and by an older wrapper."""
-    module, engine = network(), HiddenStatePrivacyEngine()
-    run = private(module, engine=engine)
-    train(run)
-    for again in (module, run[1], run[1]):
-        train(private(again, engine=engine))
-    assert len(engine.accountant.recorders) == 4
-    assert engine.get_epsilon(1e-5) > 1
+    run = make()
+    run.epoch()
+    for again in (run.plain_model, run.model, run.model):
+        make(again, engine=run.engine).epoch()
+    assert len(run.engine.accountant.recorders) == 4
+    assert run.engine.get_epsilon(1e-5) > 1
+
+
+# --- several passes before a step -----------------------------------------------------------------
+
+
+@pytest.fixture
+def make_pairs(make):
+    """Without noise, on one batch of pairs of records."""
+    first, second = torch.randn(2, 12, 5, generator=torch.Generator().manual_seed(1))
+    pairs = TensorDataset(first, second, torch.tensor([1.0, -1.0]).repeat(6))
+    loader = {"dataset": pairs, "batch_size": 12}
+    plain = {"max_grad_norm": CLIP, "sgd": {"lr": 1.0, "weight_decay": 0.0}}
+    return functools.partial(make, loader=loader, noise_multiplier=0.0, **plain)
+
+
+class OfBoth(nn.Module):
+    """A network that one module calls twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = layers()
+
+    def forward(self, first, second):
+        return self.net(first), self.net(second)
+
+
+def real_and_made_up(first, second, labels):
+    loss = functional.binary_cross_entropy_with_logits
+    return loss(first, torch.ones_like(first)) + loss(second, torch.zeros_like(second))
+
+
+@pytest.mark.parametrize(
+    ("mode", "loss"),
+    [("hooks", functional.cosine_embedding_loss), ("functorch", real_and_made_up)],
+)
+def test_one_call_for_both_is_what_opacus_makes_of_two(make_pairs, mode, loss):
+    run, theirs = make_pairs(OfBoth(), grad_sample_mode=mode), layers()
+    ((first, second, labels),) = list(run.loader)
+    loss(*run.model(first, second), labels).backward()
+    run.optimizer.step()
+    model, optimizer, _ = PrivacyEngine().make_private(
+        module=theirs, optimizer=torch.optim.SGD(theirs.parameters(), lr=1.0),
+        data_loader=DataLoader(run.loader.dataset, batch_size=12), noise_multiplier=0.0,
+        max_grad_norm=CLIP,
+    )  # fmt: skip
+    loss(model(first), model(second), labels).backward()
+    optimizer.step()
+    np.testing.assert_allclose(weights(run), flat(theirs.parameters()), rtol=1e-5, atol=1e-7)
+    assert abs(weights(run) - flat(layers().parameters())).max() > 1e-3
+
+
+class Discriminator(nn.Module):
+    """As in Opacus' examples/dcgan.py, smaller."""
+
+    def __init__(self, inplace):
+        super().__init__()
+        self.main = nn.Sequential(
+            nn.Conv2d(1, 4, 2, bias=False),
+            nn.LeakyReLU(0.2, inplace=inplace),
+            nn.Conv2d(4, 1, 3, bias=False),
+            nn.Sigmoid(),
+        )
+
+    def forward(self, images):
+        return self.main(images).view(-1, 1).squeeze(1)
+
+
+def dcgan(engine, evaluates=False, inplace=True, **arguments):
+    """Two steps of the loop of dcgan.py; the weights of discriminator and generator."""
+    torch.manual_seed(3)
+    net_d, net_g = Discriminator(inplace), nn.ConvTranspose2d(3, 1, 4, bias=False)
+    parameters = [*net_d.parameters(), *net_g.parameters()]
+    net_d, optimizer_d, loader = engine.make_private(
+        module=net_d, optimizer=torch.optim.Adam(net_d.parameters(), lr=0.1),
+        data_loader=DataLoader(TensorDataset(torch.rand(12, 1, 4, 4)), batch_size=12),
+        noise_multiplier=0.0, max_grad_norm=CLIP, **arguments,
+    )  # fmt: skip
+    optimizer_g = torch.optim.Adam(net_g.parameters(), lr=0.1)
+    criterion, generator = nn.BCELoss(), torch.Generator().manual_seed(4)
+    for _ in range(2):
+        for (real,) in loader:
+            optimizer_d.zero_grad(set_to_none=True)
+            loss = criterion(net_d(real), torch.ones(len(real)))
+            fake = net_g(torch.randn(len(real), 3, 1, 1, generator=generator))
+            loss = loss + criterion(net_d(fake.detach()), torch.zeros(len(real)))
+            loss.backward()
+            optimizer_d.step()
+            optimizer_d.zero_grad(set_to_none=True)
+            net_d.train(not evaluates)
+            optimizer_g.zero_grad()
+            criterion(net_d(fake), torch.ones(len(real))).backward()
+            optimizer_g.step()
+            net_d.train()
+    assert net_g.weight.grad.norm() > 1e-3
+    return flat(parameters)
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_dcgan_trains_as_with_opacus(evaluates):
+    ours = dcgan(HiddenStatePrivacyEngine(), evaluates, loop_maps_records=True)
+    theirs = dcgan(PrivacyEngine(), inplace=False)
+    np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+def squares(outputs):
+    return outputs.square().sum(dim=1).mean()
+
+
+def finished(run, others):
+    squares(run.model(others)).backward()
+    return torch.zeros(())
+
+
+def waiting(run, others):
+    loss = squares(run.model(others))
+    run.optimizer.zero_grad()
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("mode", "before"), [("hooks", finished), ("hooks", waiting), ("ew", waiting)]
+)
+def test_a_pass_on_other_records_counts_until_it_is_cleared(make_pairs, mode, before):
+    run = make_pairs(grad_sample_mode=mode)
+    first, second, _ = next(iter(run.loader))
+    rest = before(run, second)
+    (squares(run.model(first)) + rest).backward()
+    with pytest.raises(UnsupportedRunError, match=r"2 training passes.*Siamese"):
+        run.optimizer.step()
+
+
+@pytest.mark.parametrize("clear_first", [True, False])
+@pytest.mark.parametrize(
+    ("arguments", "clears"),
+    [({}, "optimizer"), ({}, "model"), ({"wrap_model": False}, "optimizer")],
+)
+def test_what_was_cleared_does_not_count(make_pairs, arguments, clears, clear_first):
+    ends = []
+    for is_looked_at in (True, False):
+        run = make_pairs(**arguments)
+        model = run.plain_model if "wrap_model" in arguments else run.model
+        first, second, _ = next(iter(run.loader))
+        if is_looked_at:
+            squares(model(second)).backward()
+        if clear_first:
+            getattr(run, clears).zero_grad()
+        loss = squares(model(first))
+        getattr(run, clears).zero_grad()
+        loss.backward()
+        run.optimizer.step()
+        ends.append(weights(run))
+    np.testing.assert_array_equal(*ends)
+    assert (ends[0] != flat(layers().parameters())).any()
+
+
+def test_every_backward_pass_meets_the_activations_of_its_own_pass(make_pairs):
+    """Opacus would take those of the last pass first."""
+    ends = []
+    for is_together in (True, False):
+        run = make_pairs(loop_maps_records=True)
+        first, second, _ = next(iter(run.loader))
+        losses = [squares(run.model(x)) for x in (first, second)]
+        for loss in [sum(losses)] if is_together else losses:
+            loss.backward()
+        run.optimizer.step()
+        ends.append(weights(run))
+    np.testing.assert_allclose(*ends, rtol=1e-5, atol=1e-7)
