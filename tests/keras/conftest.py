@@ -11,6 +11,7 @@ from keras_fixtures import (  # noqa: F401
     row_by_row,
     without_graphs,
 )
+from keras_models import bce
 
 import hidden_state_adapters.tf_privacy as adapter  # which need not have TensorFlow Privacy
 from hidden_state_accountants import LossGeometry
@@ -27,10 +28,6 @@ def make_data():
     x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
     x /= np.linalg.norm(x, axis=1, keepdims=True)
     return x, (random.random((RECORDS, 1)) < 0.5).astype("float32")
-
-
-def bce():
-    return tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
 
 
 def make_optimizer(**kwargs):
@@ -65,9 +62,9 @@ class Run:
         self.told = callback or {}
         self.take(self.x, self.y)
 
-    def take(self, x, y):
+    def take(self, x, y, **options):
         """Begins anew on other data."""
-        self.data = adapter.cyclic_dataset(x, y, batch_size=BATCH)
+        self.data = adapter.cyclic_dataset(x, y, batch_size=BATCH, **options)
         self.callback = adapter.HiddenStateCallback(**{"data": self.data, **self.told})
 
     def fit(self, x=None, callbacks=(), **kwargs):

@@ -1,32 +1,297 @@
-"""Head runs are right by construction: a misused one trains the honest weights, or is refused.
+"""A linear head on fixed features: what is known of its loss, and runs right by construction.
 
-A loss is convex in one trained layer: in the product of two it is not.
+A misused run trains the honest weights, or is refused.
 """
 
-import functools
+import math
 
 import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
-import keras_models
 import tensorflow as tf
-from keras_models import crossentropy as loss
-from keras_models import unit_rows
+from keras_models import AUTO, BATCH, FEATURES, RECORDS, SGD, STEPS, X, Y, fit, head, make
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
     BlockCoordinateUpdate,
     HiddenStateModel,
-    HiddenStateSequential,
     PrivateRun,
 )
+from hidden_state_adapters.tf_privacy.losses import RowLosses, known_loss
 
-RECORDS, FEATURES, CLASSES, BATCH, STEPS = 24, 4, 3, 6, 8
-X, Y = unit_rows(RECORDS, FEATURES, CLASSES)
-layers, losses = tf.keras.layers, tf.keras.losses
-AUTO = {"loss_geometry": "auto", "feature_norm": 2.0, "batch_order": "cyclic"}
 pytestmark = pytest.mark.usefixtures("without_graphs")
+layers, losses = tf.keras.layers, tf.keras.losses
+
+
+# --- losses ---------------------------------------------------------------------------------------
+
+
+def one_hot(random, rows, outputs):
+    return np.eye(outputs, dtype="float32")[random.integers(outputs, size=rows)]
+
+
+def unit(random, rows, outputs):
+    return random.random((rows, outputs)).astype("float32")
+
+
+def any_number(random, rows, outputs):
+    return random.normal(size=(rows, outputs)).astype("float32")
+
+
+def class_index(random, rows, outputs):
+    return random.integers(outputs, size=rows)
+
+
+def none(kind, **options):
+    return kind(reduction="none", **options)
+
+
+SPARSE = none(losses.SparseCategoricalCrossentropy, from_logits=True)
+PROBABILITIES = none(losses.SparseCategoricalCrossentropy)
+LOGISTIC = none(losses.BinaryCrossentropy, from_logits=True)
+SQUARED = none(losses.MeanSquaredError)
+FOCAL = none(losses.BinaryFocalCrossentropy, from_logits=True)
+CONSTANTS = [
+    (SPARSE, class_index, 4),
+    (none(losses.CategoricalCrossentropy, from_logits=True, label_smoothing=0.3), one_hot, 4),
+    (LOGISTIC, unit, 1),
+    (none(losses.BinaryCrossentropy, from_logits=True, label_smoothing=0.3), unit, 3),
+    (SQUARED, any_number, 1),
+    (SQUARED, any_number, 3),
+    (none(losses.Huber, delta=0.4), any_number, 1),
+    (none(losses.Huber, delta=0.4), any_number, 3),
+    (none(losses.LogCosh), any_number, 1),
+    (losses.mean_squared_error, any_number, 2),
+    (losses.log_cosh, any_number, 3),
+]
+
+
+@pytest.mark.parametrize(
+    ("loss", "make_targets", "outputs"),
+    CONSTANTS,
+    ids=[f"{getattr(loss, 'name', '') or loss.__name__}-{n}" for loss, _, n in CONSTANTS],
+)
+def test_values_and_slopes_are_those_of_keras(loss, make_targets, outputs):
+    """That the constants hold for them is tested in core/test_linear_losses.py."""
+    random, rows = np.random.default_rng(0), 200
+    targets = make_targets(random, rows, outputs)
+    row_losses = RowLosses(loss)
+    known = known_loss(row_losses, "linear", outputs, targets)
+    predictions = tf.constant(2.0 * random.normal(size=(rows, outputs)), tf.float32)
+    with tf.GradientTape() as tape:
+        tape.watch(predictions)
+        expected = loss(tf.constant(targets), predictions)
+    values, slopes = known.evaluate(known.targets, predictions)
+    np.testing.assert_allclose(slopes, tape.gradient(expected, predictions), atol=1e-6)
+    np.testing.assert_allclose(values, row_losses(targets, predictions), rtol=1e-6)
+
+
+# --- what is read off -----------------------------------------------------------------------------
+
+LABELS = Y[:, np.newaxis].astype("float32")
+NUMBERS = np.random.default_rng(0).normal(size=(RECORDS, 4)).astype("float32")
+SOFTMAX, ROUGH = hsa.LossGeometry.softmax_cross_entropy, hsa.LossGeometry.smooth(2.0)
+LEAST_SQUARES = hsa.LossGeometry.squared_error
+
+
+def begin(stack, loss=SPARSE, *, x=X, y=Y, **settings):
+    """What fit checks before its first step."""
+    model = make(stack=stack, compile={"loss": loss}, **{**AUTO, **settings})
+    return fit(model, x=x, y=y, epochs=0)
+
+
+def functional():
+    inputs = tf.keras.Input([FEATURES])
+    frozen = layers.Dense(5, "relu", kernel_initializer="identity", trainable=False)(inputs)
+    return tf.keras.Model(inputs, head()(frozen))
+
+
+DECLARED = {"loss_geometry": LEAST_SQUARES(1.0, True, scale=2.0), "feature_norm": None}
+ACCEPTED = {
+    "softmax": ([head(use_bias=False)], {}, SOFTMAX(1.0)),
+    "bias": ([head()], {}, SOFTMAX(1.0, bias=True)),
+    "functional": ([functional()], {}, SOFTMAX(1.0, bias=True)),
+    "probabilities": (
+        [head(activation="softmax")], {"loss": PROBABILITIES}, SOFTMAX(1.0, bias=True),
+    ),
+    "logistic": (
+        [head(1)], {"loss": LOGISTIC, "y": LABELS}, hsa.LossGeometry.logistic(1.0, bias=True),
+    ),
+    "squared": (
+        [head(1, use_bias=False)], {"loss": SQUARED, "y": LABELS}, LEAST_SQUARES(1.0, scale=2.0),
+    ),
+    "squared errors": (
+        [head(4)], {"loss": SQUARED, "y": NUMBERS}, LEAST_SQUARES(1.0, True, scale=0.5),
+    ),
+    "huber": (
+        [head(1)], {"loss": none(losses.Huber, delta=2.0), "y": LABELS},
+        hsa.LossGeometry.huber(1.0, 2.0, True),
+    ),
+    # Keras' squared error has no factor 1/2. Of two layers nobody knows the curvature.
+    "declared": (
+        [head(1)], {"loss": SQUARED, "y": LABELS, **DECLARED}, DECLARED["loss_geometry"],
+    ),
+    "two layers": (
+        [head(2), head(1)],
+        {"loss": SQUARED, "y": LABELS, "loss_geometry": ROUGH, "feature_norm": None}, ROUGH,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_accepted(name):
+    stack, arguments, expected = ACCEPTED[name]
+    assert begin(stack, **arguments)._run.record.declared.geometry == expected
+
+
+def twice():
+    inputs, layer = tf.keras.Input([FEATURES]), head(FEATURES)
+    return tf.keras.Model(inputs, layer(layer(inputs)))
+
+
+def last_row(*, length=1.0):
+    x = X.copy()
+    x[-1] *= length
+    return x
+
+
+def smoothed(**options):
+    return none(losses.BinaryCrossentropy, from_logits=True, **options)
+
+
+CATEGORICAL = none(losses.CategoricalCrossentropy, from_logits=True)
+REFUSED = {
+    "own softmax": ([head(), layers.Lambda(tf.nn.softmax)], {}, "be that of dense"),
+    "softmax and logits": ([head(activation="softmax")], {}, "activation 'linear' .* 'softmax'"),
+    "no softmax": ([head()], {"loss": PROBABILITIES}, "activation 'softmax'"),
+    # and no advice to declare a geometry
+    "two layers": ([head(5), head()], {}, "one Dense layer is trained.*: every step then counts.$"),
+    "smoothing": (
+        [head(1)], {"loss": smoothed(label_smoothing=-1.0), "y": LABELS},
+        "label_smoothing from 0 to 1",
+    ),
+    "ignored": (
+        [head()], {"loss": none(losses.SparseCategoricalCrossentropy, from_logits=True,
+                                ignore_class=0)}, "ignore_class = None",
+    ),
+    "dropout": ([layers.Dropout(0.5), head()], {}, "in training mode"),
+    "head twice": ([twice()], {}, "after 2 calls"),
+    "sequences": ([layers.Reshape([1, 3]), head(), layers.Flatten()], {}, "be that of dense"),
+    "long": ([head()], {"x": last_row(length=1.001)}, "feature_norm = 1 .* 1.001.* for example 11"),
+    "not a number": ([head()], {"x": last_row(length=math.nan)}, "got nan for example 11"),
+    "declared": (
+        [head()], {"loss_geometry": SOFTMAX(0.5, True), "feature_norm": 0.5}, "= 0.5 .* got 1",
+    ),
+    "class": ([head()], {"y": Y + 1}, "labels from 0 to 1"),
+    "half a class": ([head()], {"y": Y / 2}, "labels from 0 to 1"),
+    "targets": ([head()], {"loss": CATEGORICAL, "y": 2.0 * np.eye(2)[Y]}, "of probabilities"),
+    "labels": ([head(1)], {"loss": LOGISTIC, "y": 3 * LABELS}, "Expected probabilities as targets"),
+    "two targets": ([head(1)], {"loss": SQUARED, "y": np.c_[Y, Y]}, "1 targets for each example"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    stack, arguments, text = REFUSED[name]
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        begin(stack, **arguments)
+
+
+def looped(stack, *, loss=SPARSE, y=Y, optimizer="sgd", **settings):
+    run = PrivateRun(
+        tf.keras.Sequential(stack), X, y, loss=loss, optimizer=optimizer, batch_size=BATCH,
+        **{"l2_norm_clip": 1.5, "noise_multiplier": 2.0, **settings},
+    )  # fmt: skip
+    run.train(2, verbose=False)
+    return run
+
+
+def test_a_bound_on_the_features_makes_a_known_loss_hide_the_iterates():
+    """With or without loss_geometry="auto"."""
+    run, auto = looped([head()], feature_norm=1.0), looped([head()], **AUTO)
+    assert run.privacy_event == auto.privacy_event
+    assert run.privacy_event.loss == SOFTMAX(1.0, bias=True)
+
+
+WHY = {
+    "no bound": ([head()], {}, "feature_norm=, a bound on the L2 norm"),
+    "two layers": ([head(5), head()], {}, "deep networks among them"),
+    "unknown loss": (
+        [head(1)], {"loss": FOCAL, "y": LABELS, "feature_norm": 1.0}, "got BinaryFocalCrossentropy",
+    ),
+    "another update": (
+        [head()], {"optimizer": "adam", "feature_norm": 1.0},
+        "Every step counts: Adam is not SGD.",
+    ),
+    "add or remove": (
+        [head()],
+        {"neighboring_relation": "add_or_remove_one", "sampling_rate": 0.3, "feature_norm": 1.0},
+        "bounds on hidden iterates need REPLACE_SPECIAL",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WHY)
+def test_the_report_says_why_every_step_counts(name):
+    stack, settings, text = WHY[name]
+    run = looped(stack, **settings)
+    report = " ".join(run.report(1e-5).split())
+    assert run.privacy_event.loss is None
+    assert text in report
+    assert "needs FULL or CYCLIC" not in report
+    assert "Batches are Poisson, the default of batch_order=." in report
+
+
+def test_a_clip_norm_just_above_the_longest_gradient():
+    known = {"feature_norm": 1.0, "l2_norm_clip": "auto"}
+    assert 2 < looped([head()], **known).privacy_event.clip_norm < 2.001
+    weighted = looped([head()], class_weight={0: 2.0, 1: 1.0}, **known)
+    assert 4 < weighted.privacy_event.clip_norm < 4.001
+    for settings, text in (({}, "feature_norm="), ({"loss_geometry": ROUGH}, "the loss has none")):
+        with pytest.raises(hsa.UnsupportedRunError, match=f'got "auto".*{text}'):
+            looped([head()], l2_norm_clip="auto", **settings)
+
+
+def test_numbers_that_have_to_be_public():
+    """The largest norm of the examples as their bound, and a delta of 1/n."""
+    rows = X * np.linspace(0.5, 1.9, RECORDS, dtype="float32")[:, None]
+    longest = float(np.linalg.norm(rows.astype(np.float64), axis=1).max())
+    model = make(stack=[head()], loss_geometry="auto", feature_norm=longest)
+    with pytest.warns(UserWarning, match="is the largest norm of the data"):
+        fit(model, x=rows)
+    with pytest.warns(UserWarning, match=r"not below 1/n for n = 12 records"):
+        model.get_epsilon(0.1)
+
+
+# --- features -------------------------------------------------------------------------------------
+
+
+class Longest(layers.Layer):
+    """Brings features within a bound that the longest row of the batch sets, but for outliers."""
+
+    def __init__(self, outlier=np.inf):
+        super().__init__()
+        self.outlier = outlier
+
+    def call(self, x):
+        norms = tf.norm(x, axis=1)
+        return x / tf.maximum(1.0, tf.reduce_max(tf.where(norms < self.outlier, norms, 0.0)))
+
+
+def test_a_layer_that_divides_by_the_longest_row_of_its_batch():
+    """Of 6,000 examples, only those beside the one long row have other features than alone."""
+    x = np.resize(X / 2, (6000, FEATURES)).astype("float32")
+    x[600] *= 100
+    model = make(stack=[Longest(100.0), head()], loss_geometry="auto", feature_norm=2.0)
+    with pytest.raises(hsa.UnsupportedRunError, match="features of every example by itself"):
+        fit(model, x=x, y=np.resize(Y, 6000), batch_size=1000)
+
+
+def test_a_layer_that_would_divide_by_a_longer_row_than_there_is():
+    """No example is longer than 1; one that was would change the features of the others."""
+    with pytest.raises(hsa.UnsupportedRunError, match="beside longer ones"):
+        begin([Longest(), head()], x=X / 2)
 
 
 class Scale(layers.Layer):
@@ -47,268 +312,95 @@ class Row(layers.Layer):
         return x - tf.reduce_mean(x, 0) if self.mixes else x
 
 
-def looped(act):
-    """The run of a loop of one's own in which something happens before every step."""
-    model = tf.keras.Sequential([Scale(), Row(), layers.Dense(CLASSES, kernel_initializer="ones")])
-    run = PrivateRun(
-        model, X, Y, loss=loss(), optimizer=tf.keras.optimizers.SGD(0.5, weight_decay=0.1),
-        batch_size=BATCH, l2_norm_clip=0.5, noise_multiplier=0.0, **AUTO,
-    )  # fmt: skip
-    for _ in range(STEPS):
-        act(model)
-        run.step()
-    return model
-
-
-def private(stack, noise=0.0, the_loss=None, **settings):
-    """A compiled model that is built."""
-    given = {"l2_norm_clip": 0.5, "noise_multiplier": noise, **AUTO, **settings}
-    model = HiddenStateSequential(stack, **given)
-    model.compile(tf.keras.optimizers.SGD(0.5, weight_decay=0.1), the_loss or loss())
-    model.build((None, FEATURES))
-    return model
-
-
-def trained(act=None, *, at="begin"):
-    """A fit of two epochs in which something happens: before it, at its begin, or in every step."""
-    model = private([Scale(), Row(), layers.Dense(CLASSES, kernel_initializer="ones")])
-    hooks = {"begin": "on_train_begin", "steps": "on_train_batch_begin"}
-    others = []
-    if act is not None and at == "before":
-        act(model)
-    elif act is not None:
-        others = [tf.keras.callbacks.LambdaCallback(**{hooks[at]: lambda *_: act(model)})]
-    model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0, callbacks=others)
-    return model
-
-
-def changed(model):
+def change(model):
     """Everything but what a step reads: layers, their order, loss, call, activation, penalties."""
     model.layers[0].factor, model.layers[1].mixes = 100.0, True
     model.loss = losses.MSE
-    model.call = lambda x, training=None: tf.zeros([len(x), CLASSES])
-    head = model.layers[-1]
-    head.activation, head.kernel_regularizer = lambda z: z / 100, tf.keras.regularizers.L2(9.0)
-    head.call = lambda x: tf.zeros([len(x), CLASSES])
+    model.call = lambda x, training=None: tf.zeros([len(x), 2])
+    own = model.layers[-1]
+    own.activation, own.kernel_regularizer = lambda z: z / 100, tf.keras.regularizers.L2(9.0)
+    own.call = lambda x: tf.zeros([len(x), 2])
 
 
-def mixing(model):
-    model.layers[1].mixes = True
+class TwoInputs(HiddenStateModel):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.head = head()
 
-
-def long_features(model):
-    model.layers[0].factor = 3.0
-
-
-def nudged(model):
-    model.layers[-1].bias.assign_add(tf.ones_like(model.layers[-1].bias))
-
-
-class Longest(layers.Layer):
-    """Brings features within a bound that the longest row of the batch sets, but for outliers."""
-
-    def __init__(self, outlier=np.inf):
-        super().__init__()
-        self.outlier = outlier
-
-    def call(self, x):
-        norms = tf.norm(x, axis=1)
-        return x / tf.maximum(1.0, tf.reduce_max(tf.where(norms < self.outlier, norms, 0.0)))
-
-
-def test_a_layer_that_divides_by_the_longest_row_of_its_batch():
-    """Of 6,000 examples, only those beside the one long row have other features than alone."""
-    x = np.resize(X / 2, (6000, FEATURES)).astype("float32")
-    x[600] *= 100
-    model = private([Longest(100.0), layers.Dense(CLASSES)])
-    with pytest.raises(hsa.UnsupportedRunError, match="features of every example by itself"):
-        model.fit(x, np.resize(Y, 6000), batch_size=1000, verbose=0)
-
-
-def test_a_layer_that_would_divide_by_a_longer_row_than_there_is():
-    """No example is longer than 1; one that was would change the features of the others."""
-    model = private([Longest(), layers.Dense(CLASSES)])
-    with pytest.raises(hsa.UnsupportedRunError, match="beside longer ones"):
-        model.fit(X / 2, Y, batch_size=BATCH, verbose=0)
-
-
-@pytest.mark.parametrize(
-    ("own", "said"),
-    [([Scale()], "before the first step, twice"), ([], "by layers that are Keras' own")],
-)
-def test_how_features_were_looked_at(own, said):
-    frozen = [layers.Dense(FEATURES, kernel_initializer="identity", trainable=False)]
-    model = private([*own, *frozen, layers.Dense(CLASSES)], noise=1.0)
-    model.fit(X, Y, batch_size=BATCH, verbose=0)
-    assert said in " ".join(model.report(1e-5).split())
-
-
-@functools.cache
-def honest():
-    return trained().get_weights()
-
-
-def check_honest(model):
-    for own, other in zip(model.get_weights(), honest(), strict=True):
-        np.testing.assert_allclose(own, other, atol=1e-6)
+    def call(self, inputs):
+        return self.head(tf.concat([inputs["left"], inputs["right"]], 1))
 
 
 def test_what_happens_to_the_rest_has_no_effect():
     """Neither callbacks of fit nor a loop of one's own change the accounted step."""
-    check_honest(trained(changed, at="steps"))
-    check_honest(looped(changed))
-
-
-@pytest.mark.parametrize(
-    ("act", "at", "text"),
-    [
-        (mixing, "before", "features of every example by itself"),
-        (long_features, "before", "feature_norm = 2"),
-        (nudged, "begin", "changed outside"),
-        (nudged, "steps", "changed outside"),
-    ],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_what_is_refused(act, at, text):
-    with pytest.raises(hsa.UnsupportedRunError, match=text):
-        trained(act, at=at)
+    known = {"noise_multiplier": 0.0, **AUTO}
+    honest, misused = (make(stack=[Scale(), Row(), head()], **known) for _ in range(2))
+    fit(honest, epochs=2)
+    act = tf.keras.callbacks.LambdaCallback(on_train_batch_begin=lambda *_: change(misused))
+    fit(misused, epochs=2, callbacks=[act])
+    plain = tf.keras.Sequential([Scale(), Row(), head()])
+    run = PrivateRun(
+        plain, X, Y, loss=SPARSE, optimizer=SGD(0.5), batch_size=BATCH, l2_norm_clip=1.0,
+        batch_order="cyclic", **known,
+    )  # fmt: skip
+    for _ in range(2 * STEPS):
+        change(plain)
+        run.step()
+    model = TwoInputs(l2_norm_clip=1.0, batch_order="cyclic", **known)
+    model.compile(SGD(0.5), SPARSE)
+    fit(model, x={"left": X[:, :1], "right": X[:, 1:]}, epochs=2)
+    for other in (misused, plain, model):
+        for own, expected in zip(other.get_weights(), honest.get_weights(), strict=True):
+            np.testing.assert_allclose(own, expected, atol=1e-6)
 
 
 def test_targets_are_never_broadcast():
     """Of an unknown number of rows a column of labels would be."""
-    head = [layers.Dense(1, kernel_initializer="ones")]
-    y = (Y > 0).astype("float32")
     ends = []
-    for targets in (y, y[:, None]):
-        model = private(head, the_loss=losses.BinaryCrossentropy(from_logits=True))
-        model.set_weights([np.ones((FEATURES, 1)), np.zeros(1)])
-        model.fit(X, targets, batch_size=BATCH, verbose=0)
-        ends.append(model.get_weights())
+    for targets in (LABELS[:, 0], LABELS):
+        logistic = {"loss": losses.BinaryCrossentropy(from_logits=True)}
+        model = make(stack=[head(1)], compile=logistic, noise_multiplier=0.0, **AUTO)
+        ends.append(fit(model, y=targets).get_weights())
     for own, other in zip(*ends, strict=True):
         np.testing.assert_array_equal(own, other)
-    model = private(head, the_loss=losses.MeanSquaredError())
-    with pytest.raises(hsa.UnsupportedRunError, match="Expected 1 targets for each example"):
-        model.fit(X, np.c_[y, y], batch_size=BATCH, verbose=0)
 
 
-@pytest.mark.parametrize("bad", [CLASSES, 0.5])
-def test_labels_of_no_class(bad):
-    y = Y.astype("float64")
-    y[7] = bad
-    model = private([layers.Dense(CLASSES)])
-    with pytest.raises(hsa.UnsupportedRunError, match="Expected labels from 0 to 2"):
-        model.fit(X, y, batch_size=BATCH, verbose=0)
+# --- two trained layers, in the weights of which no loss is convex --------------------------------
+
+CONVEX = hsa.LossGeometry.convex(1.0)
+IN_A_ROW = "got .*dense.*, .*dense.*: no loss is convex in the weights of layers"
 
 
-@pytest.mark.parametrize("declared", [False, True])
-def test_a_declared_geometry_is_differentiated_example_by_example(declared):
-    """A loss that mixes the examples of a batch mixes none here: each is alone."""
-
-    def users(y, z):
-        losses_of_rows = tf.nn.sparse_softmax_cross_entropy_with_logits(
-            tf.cast(tf.reshape(y, [-1]), tf.int64), z
-        )
-        return losses_of_rows + (tf.reduce_mean(z) - tf.reduce_mean(z) if declared else 0.0)
-
-    settings = dict(AUTO)
-    if declared:
-        settings["loss_geometry"] = hsa.LossGeometry.softmax_cross_entropy(2.0, bias=True)
-    model = tf.keras.Sequential([layers.Dense(CLASSES, kernel_initializer="ones")])
-    run = PrivateRun(
-        model, X, Y, loss=users if declared else loss(),
-        optimizer=tf.keras.optimizers.SGD(0.5, weight_decay=0.1),
-        batch_size=BATCH, l2_norm_clip=0.5, noise_multiplier=0.0, **settings,
-    )  # fmt: skip
-    run.train(2, verbose=False)
-    check_honest(model)
+def two(units=2):
+    return [layers.Dense(3, "tanh"), layers.Dense(units)]
 
 
-def test_a_model_of_ones_own_and_of_several_inputs():
-    class Two(HiddenStateModel):
-        def __init__(self, **kwargs):
-            super().__init__(l2_norm_clip=0.5, noise_multiplier=0.0, **AUTO, **kwargs)
-            self.head = layers.Dense(CLASSES, kernel_initializer="ones")
-
-        def call(self, inputs):
-            return self.head(tf.concat([inputs["left"], inputs["right"]], 1))
-
-    model = Two()
-    model.compile(tf.keras.optimizers.SGD(0.5, weight_decay=0.1), loss())
-    model.fit({"left": X[:, :1], "right": X[:, 1:]}, Y, batch_size=BATCH, epochs=2, verbose=0)
-    check_honest(model)
-
-
-def test_numbers_that_have_to_be_public():
-    """The largest norm of the examples as their bound, and a delta of 1/n."""
-    rows = X * np.linspace(0.5, 1.9, RECORDS, dtype="float32")[:, None]
-    longest = float(np.linalg.norm(rows.astype(np.float64), axis=1).max())
-    model = private([layers.Dense(CLASSES)], noise=1.0, feature_norm=longest)
-    with pytest.warns(UserWarning, match="is the largest norm of the data"):
-        model.fit(rows, Y, batch_size=BATCH, epochs=1, verbose=0)
-    with pytest.warns(UserWarning, match=r"not below 1/n for n = 24 records"):
-        model.get_epsilon(0.05)
-
-
-# Two trained layers
-
-CONVEX, SMOOTH = hsa.LossGeometry.convex(1.0), hsa.LossGeometry.smooth(2.0)
-REFUSED = "got .*dense.*, .*dense.*: no loss is convex in the weights of layers"
-
-
-def two():
-    return [layers.Dense(3, "tanh"), layers.Dense(2)]
-
-
-def event_of(stack, update=lambda optimizer: optimizer, **settings):
-    optimizer = update(tf.keras.optimizers.SGD(0.1))
-    model = keras_models.make(optimizer, stack, compile={"run_eagerly": True}, **settings)
-    return keras_models.fit(model).privacy_event
-
-
-def of_a_loop():
-    PrivateRun(
-        tf.keras.Sequential(two()), X, Y % 2, loss=loss(), optimizer="sgd", batch_size=4,
-        l2_norm_clip=1.0, noise_multiplier=2.0, loss_geometry=CONVEX,
-    )  # fmt: skip
+def event_of(stack, update=lambda optimizer: optimizer, geometry=CONVEX):
+    return fit(make(update(SGD(0.1)), stack, loss_geometry=geometry)).privacy_event
 
 
 @pytest.mark.parametrize(
-    "train",
-    [
-        lambda: event_of(two(), loss_geometry=CONVEX),
-        lambda: event_of([tf.keras.Sequential(two())], loss_geometry=CONVEX),
-        lambda: event_of(two(), BlockCoordinateUpdate, loss_geometry=CONVEX),
-        of_a_loop,
-    ],
-    ids=["fit", "inner", "one block", "loop"],
+    ("stack", "update"), [([tf.keras.Sequential(two())], []), (two(), [BlockCoordinateUpdate])]
 )
-def test_no_loss_is_convex_in_two_layers_in_a_row(train):
-    with pytest.raises(hsa.UnsupportedRunError, match=REFUSED):
-        train()
-
-
-def test_what_may_have_two_layers():
-    def each(optimizer):
-        return BlockCoordinateUpdate(optimizer, [[0, 1], [2, 3]])
-
-    first, last = two()
-    first.trainable = False
-    assert event_of(two(), loss_geometry=SMOOTH).loss == SMOOTH
-    assert event_of([first, last], loss_geometry=CONVEX).loss == CONVEX
-    assert event_of(two(), each, loss_geometry=CONVEX).num_blocks == 2
-
-
-def test_no_text_advises_two_layers():
-    with pytest.raises(hsa.UnsupportedRunError) as error:
-        event_of(two(), loss_geometry="auto", feature_norm=1.0)
-    assert "hidden_state_accountants.LossGeometry" not in str(error.value)
-    assert "Leave out loss_geometry= and feature_norm=" in str(error.value)
+def test_no_loss_is_convex_in_two_layers_in_a_row(stack, update):
+    with pytest.raises(hsa.UnsupportedRunError, match=IN_A_ROW):
+        event_of(stack, *update)
 
 
 def test_the_callback_refuses_them(make_run):
     pytest.importorskip("tensorflow_privacy")
     run = make_run(optimizer={"loss_geometry": CONVEX})
-    run.model = tf.keras.Sequential([layers.Dense(3, "tanh"), layers.Dense(1)])
-    run.model.compile(run.optimizer, losses.BinaryCrossentropy(True, reduction="none"))
-    with pytest.raises(hsa.UnsupportedRunError, match=REFUSED):
+    run.model = tf.keras.Sequential(two(1))
+    run.model.compile(run.optimizer, LOGISTIC)
+    with pytest.raises(hsa.UnsupportedRunError, match=IN_A_ROW):
         run.fit()
+
+
+def test_what_may_have_two_layers():
+    first, last = two()
+    first.trainable = False
+    assert event_of(two(), geometry=ROUGH).loss == ROUGH
+    assert event_of([first, last]).loss == CONVEX
+    each = [[0, 1], [2, 3]]
+    blocks = event_of(two(), lambda optimizer: BlockCoordinateUpdate(optimizer, each))
+    assert blocks.num_blocks == 2

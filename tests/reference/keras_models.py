@@ -21,6 +21,10 @@ def unit_rows(records, features, classes):
 X, Y = unit_rows(RECORDS, FEATURES, 2)[0], np.arange(RECORDS) % 2
 
 
+def bce():
+    return tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
+
+
 def crossentropy(**kwargs):
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
 
@@ -73,5 +77,4 @@ def at_batch(index, act):
 
 
 def compile_with(run, loss=None, **kwargs):
-    loss = loss or tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
-    run.model.compile(run.optimizer, loss, **kwargs)
+    run.model.compile(run.optimizer, loss or bce(), **kwargs)
