@@ -340,13 +340,6 @@ class KerasTrial(OnKeras):
     def add_a_parameter(self):
         self.extra = tf.Variable(1.0)
 
-    def train_without_noise(self):
-        x, y = next(iter(self.data))
-        tf.keras.optimizers.legacy.SGD(0.1).minimize(
-            lambda: tf.reduce_mean(tf.nn.sigmoid_cross_entropy_with_logits(y, self.model(x))),
-            self.variables,
-        )
-
     @contextlib.contextmanager
     def interrupted_update(self):
         def interrupt(*args, **kwargs):
@@ -480,12 +473,6 @@ class ModelTrial(OnKeras):
             raise NotImplementedError(f"no {name}")
         value = getattr(self.optimizer, name)
         return float(value) if name == "learning_rate" else value
-
-    def train_without_noise(self):
-        variables = self.model.trainable_variables
-        tf.keras.optimizers.legacy.SGD(0.1).minimize(
-            lambda: tf.reduce_mean(self.losses(self.y, self.model(self.x))), variables
-        )
 
     @contextlib.contextmanager
     def interrupted_update(self):

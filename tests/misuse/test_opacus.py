@@ -54,7 +54,6 @@ class Mixes(nn.Module):
 LAYERS = {
     "": nn.Identity,
     "statistics": lambda: Mixes(lambda x: nn.functional.batch_norm(x, None, None, training=True)),
-    "mean": lambda: Mixes(lambda x: 0.5 * (x - x.mean(0))),
     "largest": lambda: Mixes(lambda x: x / x.norm(dim=1).max()),
     "guard": lambda: Mixes(lambda x: x / (x.norm(dim=1).max() / 3).clamp(min=1.0)),
     "batch_norm": lambda: nn.BatchNorm1d(FEATURES, affine=False, track_running_stats=False),
@@ -297,13 +296,6 @@ class OpacusTrial(Trial):
     def replace_inner_optimizer(self):
         inner = self.base(self.model.head, self.start["learning_rate"])
         self.optimizer.original_optimizer = inner
-
-    def train_without_noise(self):
-        features, labels = self.loader.dataset.tensors
-        params = list(self.model.head.parameters())
-        output = nn.functional.linear(features, *params)  # past the hooks of the model
-        grads = torch.autograd.grad(nn.functional.cross_entropy(output, labels), params)
-        self.set_weights([w - 0.1 * g for w, g in zip(self.weights(), grads, strict=True)])
 
     @contextlib.contextmanager
     def interrupted_update(self):
