@@ -5,7 +5,6 @@ import warnings
 import attrs
 import pytest
 import torch
-from opacus import PrivacyEngine
 from opacus_dice import CLIP, ERROR_CLIP, RATE
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -136,32 +135,3 @@ def make_dice(make_run, dataset):
         return make_run(model=model, optimizer=optimizer, loader=loader, **arguments)
 
     return make
-
-
-@pytest.fixture
-def train(make_loader):
-    def train(declared=None, optimizer=None, epochs=2, engine=None, loader=None, **kwargs):
-        torch.manual_seed(0)
-        model = nn.Linear(5, 3)
-        engine = engine or PrivacyEngine(accountant="hidden_state")
-        make = optimizer or (lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.1))
-        arguments = {
-            "noise_multiplier": 2.0, "max_grad_norm": 2.1, "poisson_sampling": False, **kwargs,
-        }  # fmt: skip
-        model, private, batches = engine.make_private(
-            module=model,
-            optimizer=make(model.parameters()),
-            data_loader=make_loader(**(loader or {})),
-            **arguments,
-        )
-        if declared is not None:
-            engine.accountant.declare_run(**declared)
-        criterion = nn.CrossEntropyLoss()
-        for _ in range(epochs):
-            for features, labels in batches:
-                private.zero_grad()
-                criterion(model(features), labels).backward()
-                private.step()
-        return engine, model, private, batches
-
-    return train

@@ -1,4 +1,4 @@
-"""Networks with auxiliary variables: values, gradients, blocks, and a private run."""
+"""Algorithm 4 of Chen & Liu 2025: values and gradients of the network, and a private run."""
 
 import itertools
 
@@ -7,33 +7,27 @@ import pytest
 import torch
 from auxiliary_network import AuxiliaryNetwork
 from scipy import optimize
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hidden_state_adapters.opacus import (
-    BlockCoordinateOptimizer,
-    HiddenStatePrivacyEngine,
-)
+from hidden_state_adapters.opacus import BlockCoordinateOptimizer, HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 RECORDS, BATCH, CLIP, RATE = 8, 4, 0.5, 0.25
-
-
-# --- Algorithm 4 of Chen & Liu 2025 in NumPy, one record at a time, from its definitions ----------
-
 WIDTHS, RADIUS, PENALTY = (5, 4, 3, 2), 0.9, 0.7
 
+# One record at a time, from the definitions.
 
-def weights(seed=0):
+
+def weights():
     """W_0 to W_D, each of shape (outputs, inputs)."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     return [rng.normal(size=(n, m)) for m, n in itertools.pairwise(WIDTHS)]
 
 
-def inputs_and_targets(count, seed=1):
+def inputs_and_targets(count):
     """Inputs (count, 5) and targets (count, 2)."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(1)
     return rng.normal(size=(count, WIDTHS[0])), rng.normal(size=(count, WIDTHS[-1]))
 
 
@@ -79,55 +73,46 @@ def lagrangian(matrices, inputs, target, sweeps):
     return total, [s * np.outer(r, v) for s, r, v in zip(scales, left, x, strict=True)]
 
 
-# --- the network ----------------------------------------------------------------------------------
-
-
-def network(sweeps=1, seed=0):
+def network(sweeps=1):
     model = AuxiliaryNetwork(WIDTHS, radius=RADIUS, penalty=PENALTY, sweeps=sweeps).double()
     with torch.no_grad():
-        for layer, matrix in zip(model.layers, weights(seed), strict=True):
+        for layer, matrix in zip(model.layers, weights(), strict=True):
             layer.weight.copy_(torch.from_numpy(matrix))
     return model
 
 
 @pytest.mark.parametrize("sweeps", [1, 3])
-def test_values_and_gradients(sweeps):
-    model = network(sweeps)
+def test_values_gradients_and_predictions(sweeps):
+    model, matrices = network(sweeps), weights()
     inputs, targets = inputs_and_targets(6)
     found = model(torch.from_numpy(inputs), torch.from_numpy(targets))
     found.sum().backward()
-    matrices = weights()
     ends = [lagrangian(matrices, x, y, sweeps) for x, y in zip(inputs, targets, strict=True)]
     np.testing.assert_allclose(found.detach(), [value for value, _ in ends], rtol=1e-6)
     for d, layer in enumerate(model.layers):
         expected = sum(gradients[d] for _, gradients in ends)
         np.testing.assert_allclose(layer.weight.grad, expected, atol=1e-5)
+    x = shortened(inputs[0])
+    for matrix in matrices[:-1]:
+        x = shortened(np.maximum(matrix @ x, 0))
+    predicted = model(torch.from_numpy(inputs)).detach()[0]
+    np.testing.assert_allclose(predicted, matrices[-1] @ x, rtol=1e-12)
 
 
-def test_predictions_are_those_of_the_network():
-    inputs, _ = inputs_and_targets(4)
-    matrices = weights()
-    expected = []
-    for row in inputs:
-        x = shortened(row)
-        for matrix in matrices[:-1]:
-            x = shortened(np.maximum(matrix @ x, 0))
-        expected.append(matrices[-1] @ x)
-    found = network()(torch.from_numpy(inputs)).detach()
-    np.testing.assert_allclose(found, expected, rtol=1e-12)
-
-
-def private(noise, epochs=2, seed=0):
-    inputs, targets = map(torch.from_numpy, inputs_and_targets(RECORDS))
-    plain = network(seed=seed)
-    engine = HiddenStatePrivacyEngine()
+@pytest.mark.parametrize("noise", [0.0, 4.0])
+def test_a_private_run(noise):
+    """Without noise the clipped steps of the paper; every layer counts in every epoch."""
+    inputs, targets = inputs_and_targets(RECORDS)
+    plain, engine = network(), HiddenStatePrivacyEngine()
     model, optimizer, loader = engine.make_private(
         module=plain, optimizer=torch.optim.SGD(plain.blocks(), lr=RATE),
-        data_loader=DataLoader(TensorDataset(inputs, targets), batch_size=BATCH),
+        data_loader=DataLoader(
+            TensorDataset(torch.from_numpy(inputs), torch.from_numpy(targets)), batch_size=BATCH
+        ),
         noise_multiplier=noise, max_grad_norm=CLIP, batch_order="cyclic",
         optimizer_class=BlockCoordinateOptimizer,
     )  # fmt: skip
-    for _ in range(epochs):
+    for _ in range(2):
         for x, y in loader:
 
             def closure(x=x, y=y):
@@ -135,12 +120,11 @@ def private(noise, epochs=2, seed=0):
                 model(x, y).mean().backward()
 
             optimizer.step(closure)
-    return engine, plain
-
-
-def test_a_run_without_noise_is_algorithm_4_with_clipped_gradients():
-    _, plain = private(0.0)
-    inputs, targets = inputs_and_targets(RECORDS)
+    assert (engine.privacy_event.num_blocks, engine.privacy_event.num_epochs) == (3, 2)
+    if noise:
+        (guarantee,) = (run.guarantee("replace_special") for run in engine.accountant.recorders)
+        assert guarantee.mu == pytest.approx(np.sqrt(3 * 2) / noise, rel=1e-9)
+        return
     matrices = weights()
     for t in range(2 * RECORDS // BATCH):
         rows = (np.arange(BATCH) + t * BATCH) % RECORDS
@@ -152,34 +136,3 @@ def test_a_run_without_noise_is_algorithm_4_with_clipped_gradients():
             matrices[d] = matrices[d] - RATE / BATCH * total
     for layer, matrix in zip(plain.layers, matrices, strict=True):
         np.testing.assert_allclose(layer.weight.detach(), matrix, atol=1e-4)
-
-
-def test_epsilon_is_that_of_all_layers_in_all_steps():
-    engine, _ = private(4.0)
-    event = engine.privacy_event
-    assert (event.num_blocks, event.num_epochs) == (3, 2)
-    # A record is in one batch of every epoch, and moves the sum of every layer there.
-    (guarantee,) = (run.guarantee("replace_special") for run in engine.accountant.recorders)
-    assert guarantee.mu == pytest.approx(np.sqrt(3 * 2) / 4.0, rel=1e-9)
-    assert engine.get_epsilon(1e-5) == pytest.approx(guarantee.epsilon(1e-5), rel=1e-9)
-
-
-def test_one_layer_is_least_squares():
-    model = AuxiliaryNetwork([3, 2], radius=float("inf")).double()
-    x, y = torch.randn(5, 3, dtype=torch.double), torch.randn(5, 2, dtype=torch.double)
-    expected = (nn.functional.linear(x, model.layers[0].weight) - y).square().sum(dim=1) / 2
-    torch.testing.assert_close(model(x, y), expected)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "text"),
-    [
-        ({"widths": [3]}, ValueError, "widths of inputs and outputs at least"),
-        ({"widths": [3, 2], "radius": 0.0}, ValueError, "radius"),
-        ({"widths": [3, 2], "penalty": 0.0}, ValueError, "penalty"),
-        ({"widths": [3, 2], "sweeps": 0}, ValueError, "sweeps"),
-    ],
-)
-def test_impossible_values(arguments, error, text):
-    with pytest.raises(error, match=text):
-        AuxiliaryNetwork(**arguments)

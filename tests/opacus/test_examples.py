@@ -1,4 +1,4 @@
-"""The examples and the code of EXTENDING.md run as they are and do what they promise."""
+"""Examples, the code of EXTENDING.md and recommended runs do what they promise."""
 
 import pathlib
 import re
@@ -7,8 +7,17 @@ import sys
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hidden_state_accountants as hsa
+from hidden_state_adapters.opacus import (
+    EnvelopeCrossEntropyLoss,
+    HiddenStatePrivacyEngine,
+    recommended_criterion,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:Secure RNG", "ignore:Full backward hook")
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 EXAMPLES, PAGE = ROOT / "examples", ROOT / "EXTENDING.md"
@@ -56,26 +65,11 @@ def test_example(name, arguments, promised, monkeypatch, capsys):
         assert lines[0].partition("epsilon ")[2] == lines[2].partition("epsilon ")[2]
 
 
-def test_the_swap_is_three_lines():
-    lines = (EXAMPLES / "swap_accountant_opacus.py").read_text().splitlines()
-    assert sum("swap " in line and "#" in line for line in lines) == 3
-
-
-# --- EXTENDING.md ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def names():
-    """What the blocks of the page define, one after the other in one namespace."""
-    namespace = {"__name__": "extending"}
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    assert len(blocks) == 3
-    for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), namespace)
-    return namespace
-
-
-def test_a_bound_refuses_cites_and_lists_what_all_bounds_assume(names):
+def test_a_bound_and_a_mechanism_of_ones_own():
+    """The blocks of EXTENDING.md, one after the other; the engine knows the mechanism alone."""
+    names = {"__name__": "extending"}
+    for block in re.findall(r"```python\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL):
+        exec(compile(block, str(PAGE), "exec"), names)
     bound, event = names["LastStep"](), names["run"]
     relation = names["NeighboringRelation"].REPLACE_SPECIAL
     guarantee = bound.guarantee(event, relation)
@@ -86,15 +80,48 @@ def test_a_bound_refuses_cites_and_lists_what_all_bounds_assume(names):
     two = names["attrs"].evolve(event, num_steps=2)
     with pytest.raises(hsa.UnsupportedRunError, match="number of steps: needs 1, got 2"):
         bound.guarantee(two, relation)
-
-
-def test_a_mechanism_is_known_to_the_engine_alone(names):
-    """The whole run is accounted, and checked."""
-    engine, optimizer = names["engine"], names["optimizer"]
-    assert engine.privacy_event.num_steps == 2
-    assert "ExactlyClipped" not in engine.report(1e-5)
+    assert names["engine"].privacy_event.num_steps == 2
+    assert "ExactlyClipped" not in names["engine"].report(1e-5)
     with pytest.raises(hsa.UnsupportedRunError, match="no new batch"):
-        optimizer.step()
-    with pytest.raises(hsa.UnsupportedRunError, match="was refused or interrupted"):
-        engine.get_epsilon(1e-5)
-    assert torch.isfinite(next(names["model"].parameters())).all()
+        names["optimizer"].step()
+
+
+# docs/recommend.md is run by packaging/test_pages.py.
+@pytest.mark.parametrize(
+    ("order", "epsilon", "momentum", "bias", "loss", "kind"),
+    [
+        ("cyclic", 1.0, False, True, "softmax_cross_entropy", EnvelopeCrossEntropyLoss),
+        ("poisson", 1.0, False, False, "logistic", nn.BCEWithLogitsLoss),
+        ("full", 1.0, False, True, "squared_error", nn.HuberLoss),  # of half the square
+        ("full", 50.0, True, False, "softmax_cross_entropy", nn.CrossEntropyLoss),
+    ],
+)
+def test_the_engine_takes_a_recommended_run(order, epsilon, momentum, bias, loss, kind):
+    options = dict(orders=[order], epochs=2, bias=bias, loss=loss, momentum=momentum)
+    run = hsa.recommend(200, epsilon, 1e-5, classes=3, **options).best
+    assert (run.momentum > 0) == momentum
+    is_softmax = loss == "softmax_cross_entropy"
+    targets = torch.randint(3, (200,)) if is_softmax else torch.rand(200, 1).double()
+    features = nn.functional.normalize(torch.randn(200, 4, dtype=torch.float64))
+    model = nn.Linear(4, 3 if is_softmax else 1, bias=bias, dtype=torch.float64)
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    criterion = recommended_criterion(run)
+    assert isinstance(criterion, kind)
+    engine = HiddenStatePrivacyEngine()
+    model, optimizer, loader = engine.make_private(
+        module=model,
+        optimizer=torch.optim.SGD(
+            model.parameters(), lr=run.event.learning_rate, momentum=run.momentum
+        ),
+        data_loader=DataLoader(TensorDataset(features, targets), batch_size=run.event.batch_size),
+        criterion=criterion,
+        **run.make_private_arguments(),
+    )
+    for _ in range(run.epochs):
+        for x, y in loader:
+            optimizer.zero_grad()
+            criterion(model(x), y).backward()
+            optimizer.step()
+    assert 0.98 * epsilon < engine.get_epsilon(1e-5) <= epsilon
+    assert engine.accountant.recorders[-1].num_steps == run.event.num_steps

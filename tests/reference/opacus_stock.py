@@ -45,32 +45,6 @@ def epsilon(event, relation=NeighboringRelation.REPLACE_SPECIAL):
     )
 
 
-def step(model, private, batches, factor=1.0):
-    features, labels = next(iter(batches))
-    private.zero_grad()
-    (factor * nn.CrossEntropyLoss()(model(features), labels)).backward()
-    private.step()
-
-
-KINDS = {
-    "sgd": (lambda p: torch.optim.SGD(p, lr=0.5, weight_decay=0.1), {}),
-    "momentum": (lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9), {}),
-    "adam": (lambda p: torch.optim.Adam(p, lr=0.01), {}),
-    "per layer": (
-        lambda p: torch.optim.SGD(p, lr=0.5),
-        {"clipping": "per_layer", "max_grad_norm": [1.5, 1.5]},
-    ),
-}
-
-
-def resume(train, first, declared, kind):
-    """A fresh engine that goes on where `first` stopped."""
-    optimizer, arguments = KINDS[kind]
-    engine, *private = train(declared, optimizer=optimizer, epochs=0, **arguments)
-    engine.accountant.load_state_dict(first.accountant.state_dict())
-    return engine, *private
-
-
 def records(count=RECORDS):
     features = torch.randn(count, FEATURES, generator=torch.Generator().manual_seed(0))
     return TensorDataset(nn.functional.normalize(features), torch.arange(count) % CLASSES)
