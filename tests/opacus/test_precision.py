@@ -1,4 +1,4 @@
-"""Settings of torch that round float32 as if it were coarser: what is refused, and where."""
+"""Settings of torch that round float32 as if it were coarser; norms and clips in float32."""
 
 import contextlib
 import math
@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from opacus import GradSampleModule
+from opacus_runs import layers, weights
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -24,15 +25,6 @@ from hidden_state_adapters.opacus.gradients import (
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
-AUTOCAST, PRODUCTS = "Expected no autocast", "Expected float32 matrix products"
-
-
-@pytest.fixture(autouse=True)
-def _usual_precision():
-    yield
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = True
-
 
 @contextlib.contextmanager
 def products(precision):
@@ -43,46 +35,38 @@ def products(precision):
         torch.set_float32_matmul_precision("highest")
 
 
-COARSE = [
-    (lambda: torch.autocast("cpu"), AUTOCAST),
-    (lambda: products("high"), PRODUCTS),
-    (lambda: products("medium"), PRODUCTS),
-]
-EVERYWHERE = pytest.mark.parametrize(("coarse", "text"), COARSE, ids=["autocast", "tf32", "bf16"])
+COARSE = {
+    "autocast": (lambda: torch.autocast("cpu"), "Expected no autocast"),
+    "tf32": (lambda: products("high"), "Expected float32 matrix products"),
+    "bf16": (lambda: products("medium"), "Expected float32 matrix products"),
+}
+EVERYWHERE = pytest.mark.parametrize(("coarse", "text"), COARSE.values(), ids=COARSE)
 
 
 @EVERYWHERE
-def test_a_step_is_computed_in_float32(make_run, coarse, text):
-    """Whatever is set around it: the sum of clipped gradients is a matrix product."""
-    weights = []
+@pytest.mark.parametrize("kind", ["the step of per-example gradients", "all of a head"])
+def test_what_is_computed_in_float32_whatever_is_set(make_run, coarse, text, kind):
+    """The sum of clipped gradients is a matrix product; a head is computed from its features."""
+    ends = []
     for around in (contextlib.nullcontext, coarse):
-        run = make_run(loss_geometry=None, noise_multiplier=0.0)
-        run.backward(next(iter(run.loader)))
-        with around():
-            run.optimizer.step()
-        weights.append(torch.cat([p.detach().flatten() for p in run.plain_model.parameters()]))
-    assert torch.equal(*weights)
+        if kind == "all of a head":
+            run = make_run(noise_multiplier=0.0)
+            with around():
+                run.epoch()
+        else:
+            run = make_run(loss_geometry=None, noise_multiplier=0.0)
+            run.backward(next(iter(run.loader)))
+            with around():
+                run.optimizer.step()
+        ends.append(weights(run))
+    np.testing.assert_array_equal(*ends)
 
 
 @EVERYWHERE
-def test_a_head_run_computes_in_float32_whatever_the_loop_sets(make_run, coarse, text):
-    """The whole loop under autocast: the same weights as without."""
-    weights = []
-    for around in (contextlib.nullcontext, coarse):
-        run = make_run(noise_multiplier=0.0)
-        with around():
-            run.epoch()
-        weights.append(torch.cat([p.detach().flatten() for p in run.plain_model.parameters()]))
-    assert torch.equal(*weights)
-
-
-@EVERYWHERE
-@pytest.mark.parametrize("is_head", [True, False])
-def test_a_training_pass_of_a_declared_loss(make_run, coarse, text, is_head):
+@pytest.mark.parametrize("model", [lambda: nn.Linear(5, 3), layers])
+def test_a_training_pass_of_a_declared_loss_is_refused(make_run, coarse, text, model):
     """Its gradients would be off by more than any contraction forgives."""
-    deep = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    model = nn.Linear(5, 3) if is_head else deep
-    run = make_run(model=model, loss_geometry=LossGeometry.smooth(1.0), feature_norm=None)
+    run = make_run(model=model(), loss_geometry=LossGeometry.smooth(1.0))
     features, _ = next(iter(run.loader))
     with coarse():
         with pytest.raises(hsa.UnsupportedRunError, match=text):
@@ -91,52 +75,45 @@ def test_a_training_pass_of_a_declared_loss(make_run, coarse, text, is_head):
             run.model(features)
 
 
-@pytest.mark.parametrize("kind", ["composition", "dice"])
-def test_gradients_under_autocast_are_clipped_in_float32(make_run, kind):
+@pytest.mark.parametrize("arguments", [{}, {"optimizer_class": DiceSGDOptimizer}])
+def test_gradients_under_autocast_are_clipped_in_float32(make_run, arguments):
     """Where every step counts it does not matter how coarsely a gradient was computed."""
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    dice = {"optimizer_class": DiceSGDOptimizer} if kind == "dice" else {}
     run = make_run(
-        model=model, loss_geometry=None, noise_multiplier=0.0, max_grad_norm=0.01, **dice
-    )
-    before = torch.cat([p.detach().flatten() for p in model.parameters()])
-    for group in run.optimizer.param_groups:
-        group.update(lr=10.0, weight_decay=0.0)
+        model=layers(), loss_geometry=None, noise_multiplier=0.0, max_grad_norm=0.01,
+        sgd={"lr": 10.0, "weight_decay": 0.0}, **arguments,
+    )  # fmt: skip
+    before = weights(run)
     with torch.autocast("cpu"):
         run.step(next(iter(run.loader)))
-    after = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert (after - before).norm() <= 10 * 0.01 * (1 + 1e-5)
+    assert np.linalg.norm(weights(run) - before) <= 10 * 0.01 * (1 + 1e-5)
 
 
 class Backbone(nn.Module):
     """A frozen layer, run as coarsely as `coarse` says, and a head."""
 
-    def __init__(self, coarse, around_head):
+    def __init__(self, coarse):
         super().__init__()
         self.frozen, self.head = nn.Linear(5, 4).requires_grad_(False), nn.Linear(4, 3)
-        self.coarse, self.around_head = coarse, around_head
+        self.coarse = coarse
 
     def forward(self, features):
         with self.coarse():
             features = nn.functional.normalize(self.frozen(features).float(), dim=1) / 1.001
-            if self.around_head:
-                return self.head(features)
         return self.head(features)
 
 
 @EVERYWHERE
 def test_a_frozen_backbone_is_a_fixed_map(make_run, coarse, text):
-    model = Backbone(coarse, around_head=False)
-    model.frozen.eval()
-    run = make_run(model=model, loss_geometry=None)
+    run = make_run(model=Backbone(coarse), loss_geometry=LossGeometry.smooth(1.0))
     run.epoch()
     assert run.steps == 6
 
 
 def test_float64_is_never_rounded(make_run, dataset):
     features, labels = dataset.tensors
-    data = TensorDataset(features.double(), labels)
-    run = make_run(model=nn.Linear(5, 3).double(), loader={"dataset": data})
+    loader = {"dataset": TensorDataset(features.double(), labels)}
+    loss = LossGeometry.smooth(1.0)
+    run = make_run(model=nn.Linear(5, 3).double(), loader=loader, loss_geometry=loss)
     with products("medium"):
         run.epoch()
     assert run.steps == 6
@@ -158,9 +135,6 @@ def test_products_that_were_set_the_new_way(name):
     precision.check_arithmetic(params)
 
 
-# --- convolutions ---------------------------------------------------------------------------------
-
-
 class OnAGpu(nn.Parameter):
     """Says that it is."""
 
@@ -169,32 +143,26 @@ class OnAGpu(nn.Parameter):
         return torch.device("cuda")
 
 
-def test_convolutions_on_a_gpu():
+def test_convolutions_on_a_gpu(monkeypatch):
     """cuDNN uses TF32 unless told otherwise."""
     params = [OnAGpu(torch.zeros(2))]
-    assert torch.backends.cudnn.allow_tf32
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", True)
     with pytest.raises(hsa.UnsupportedRunError, match=r"cudnn.allow_tf32 = False"):
         precision.check_convolutions(params)
     precision.check_convolutions([nn.Parameter(torch.zeros(2))])
     precision.check_convolutions([OnAGpu(torch.zeros(2, dtype=torch.float64))])
-    torch.backends.cudnn.allow_tf32 = False
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     precision.check_convolutions(params)
 
 
-@pytest.mark.parametrize(("case", "asked"), [("declared", 6), ("auto", 0), ("none", 0)])
-def test_convolutions_matter_to_a_declared_loss(make_run, monkeypatch, case, asked):
-    """Of a linear head every gradient is a matrix product; without a geometry the clip is all."""
+@pytest.mark.parametrize(
+    ("arguments", "asked"),
+    [({"loss_geometry": LossGeometry.smooth(1.0)}, 6), ({"loss_geometry": None}, 0)],
+)
+def test_convolutions_matter_to_a_declared_loss(make_run, monkeypatch, arguments, asked):
     calls = []
     monkeypatch.setattr(sampled, "check_convolutions", calls.append)
-    model = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
-    known = {
-        "declared": {
-            "model": model, "loss_geometry": LossGeometry.smooth(1.0), "feature_norm": None,
-        },
-        "auto": {},
-        "none": {"model": model, "loss_geometry": None},
-    }[case]  # fmt: skip
-    make_run(**known).epoch()
+    make_run(model=layers(), **arguments).epoch()
     assert len(calls) == asked
 
 
@@ -215,11 +183,10 @@ def test_of_long_rows_in_float32(transposed):
     matrix = torch.full((2, 4_000_000), 0.1)
     if transposed:
         matrix = matrix.t().contiguous().t()
-    exact = 0.1 * 2000.0
-    np.testing.assert_allclose(row_norms(matrix).numpy(), exact, rtol=1e-6)
+    np.testing.assert_allclose(row_norms(matrix).numpy(), 0.1 * 2000.0, rtol=1e-6)
 
 
-def test_not_finite():
+def test_norms_that_are_not_finite():
     matrix = torch.ones(3, 1000)
     matrix[0, 999], matrix[1, 3] = torch.nan, torch.inf
     norms = row_norms(matrix)
@@ -238,31 +205,25 @@ def test_the_clip_uses_them():
 def test_factors_without_digits_are_zero():
     factors = torch.tensor([1.0, 1e-37, 1e-40, 1e-45, 0.0], dtype=torch.float64)
     single = to_precision(factors, torch.float32)
-    assert single.dtype == torch.float32
     assert single.tolist() == [1.0, pytest.approx(1e-37), 0.0, 0.0, 0.0]
     assert to_precision(factors, torch.float64).tolist() == factors.tolist()
 
 
 def test_the_clip_is_exact():
     norms = torch.tensor([0.0, 0.3, 0.5, 2.0], dtype=torch.float64)
-    factors = clip_factors(norms, 0.5)
-    np.testing.assert_array_equal(factors, [1.0, 1.0, 1.0, 0.25])
+    np.testing.assert_array_equal(clip_factors(norms, 0.5), [1.0, 1.0, 1.0, 0.25])
     factors = clip_factors(norms, 0.5, 1e-100)
     np.testing.assert_allclose(factors * norms, [0.0, 0.5, 0.5, 0.5])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(dtype):
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, -45), (torch.float64, -320)])
+def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(dtype, least):
     """Coordinates of ever smaller size: a factor from a norm that underflowed would be huge."""
     smallest = smallest_norm([nn.Parameter(torch.zeros(1, dtype=dtype))])
-    exponents = (
-        torch.linspace(-45, 5, 400) if dtype is torch.float32 else torch.linspace(-320, 5, 400)
-    )
-    vectors = (torch.ones(400, 1000, dtype=torch.float64) * 10.0 ** exponents[:, None].double()).to(
-        dtype
-    )
-    for least in (None, smallest):
-        factors = clip_factors(joint_norms([vectors]), smallest, least)
+    sizes = 10.0 ** torch.linspace(least, 5, 400, dtype=torch.float64)
+    vectors = (torch.ones(400, 1000, dtype=torch.float64) * sizes[:, None]).to(dtype)
+    for normalised in (None, smallest):
+        factors = clip_factors(joint_norms([vectors]), smallest, normalised)
         clipped = vectors.double() * factors.double()[:, None]
         # scaled before it is squared here, too
         lengths = clipped.abs().amax(dim=1) * math.sqrt(1000)
