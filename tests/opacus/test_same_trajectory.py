@@ -7,86 +7,47 @@ import numpy as np
 import pytest
 import shared_runs as shared
 import torch
+from opacus_runs import flat
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from hidden_state_adapters.opacus import (
-    BallProjection,
-    DiceSGD,
-    HiddenStatePrivacyEngine,
-)
+from hidden_state_adapters.opacus import BallProjection, HiddenStatePrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
 
-def layer():
-    model = nn.Linear(shared.FEATURES, 1).double()
+def iterates(after, **options):
+    module = nn.Linear(shared.FEATURES, 1).double()
     with torch.no_grad():
-        model.weight.copy_(torch.from_numpy(shared.START[None, :-1]))
-        model.bias.copy_(torch.from_numpy(shared.START[-1:]))
-    return model
-
-
-def data():
+        module.weight.copy_(torch.from_numpy(shared.START[None, :-1]))
+        module.bias.copy_(torch.from_numpy(shared.START[-1:]))
     x, y = map(torch.from_numpy, shared.records())
-    return DataLoader(TensorDataset(x, y[:, None]), batch_size=shared.BATCH)
-
-
-def iterates(model, optimizer, loader):
+    model, optimizer, loader = HiddenStatePrivacyEngine().make_private(
+        module=module,
+        optimizer=torch.optim.SGD(module.parameters(), lr=shared.RATE, **options),
+        data_loader=DataLoader(TensorDataset(x, y[:, None]), batch_size=shared.BATCH),
+        noise_multiplier=0.0,
+        max_grad_norm=shared.CLIP,
+        batch_order="cyclic",
+        after=after,
+    )
     found = []
     for _ in range(2):
-        for x, y in loader:
+        for features, labels in loader:
             optimizer.zero_grad()
-            nn.functional.binary_cross_entropy_with_logits(model(x), y).backward()
+            nn.functional.binary_cross_entropy_with_logits(model(features), labels).backward()
             optimizer.step()
-            parts = [p.detach().numpy().ravel().copy() for p in model.parameters()]
-            found.append(np.concatenate(parts))
+            found.append(flat(module.parameters()))
     return np.array(found)
 
 
 def test_cyclic():
-    model = layer()
-    model, optimizer, loader = HiddenStatePrivacyEngine().make_private(
-        module=model,
-        optimizer=torch.optim.SGD(
-            model.parameters(), lr=shared.RATE, weight_decay=shared.DECAY
-        ),
-        data_loader=data(), noise_multiplier=0.0, max_grad_norm=shared.CLIP, batch_order="cyclic",
-        after=BallProjection(shared.RADIUS),
-    )  # fmt: skip
-    found = iterates(model, optimizer, loader)
+    found = iterates(BallProjection(shared.RADIUS), weight_decay=shared.DECAY)
     # Opacus clips with C / (norm + 1e-6).
     np.testing.assert_allclose(found, shared.cyclic_iterates(), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("variant", shared.DICE)
-def test_dice(variant):
-    model = layer()
-    if variant == "adam":
-        base = torch.optim.Adam(
-            model.parameters(), lr=shared.RATE, betas=shared.BETAS, eps=shared.ADAM_EPSILON
-        )
-    else:
-        base = torch.optim.SGD(model.parameters(), lr=shared.RATE)
-    model, optimizer, loader = HiddenStatePrivacyEngine().make_private(
-        module=model, optimizer=base, data_loader=data(), noise_multiplier=0.0,
-        max_grad_norm=shared.CLIP, batch_order="cyclic",
-        mechanism=DiceSGD(
-            error_max_grad_norm=shared.CLIP if variant == "automatic" else shared.ERROR_CLIP,
-            automatic=variant == "automatic",
-        ),
-    )  # fmt: skip
-    found = iterates(model, optimizer, loader)
-    np.testing.assert_allclose(found, shared.dice_iterates(variant), rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("prox", shared.PROXES, ids=str)
 def test_prox(prox):
-    model = layer()
-    model, optimizer, loader = HiddenStatePrivacyEngine().make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=shared.RATE),
-        data_loader=data(), noise_multiplier=0.0, max_grad_norm=shared.CLIP, batch_order="cyclic",
-        after=prox,
-    )  # fmt: skip
     expected = shared.prox_iterates(prox, lambda x: [x[None, :-1], x[-1:]])
-    np.testing.assert_allclose(iterates(model, optimizer, loader), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(iterates(prox), expected, rtol=0, atol=1e-5)
