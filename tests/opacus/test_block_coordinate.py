@@ -294,11 +294,6 @@ def test_an_account_goes_on(tmp_path, stays_private):
     else:
         assert second.event.block_loss is None
         assert mu_of(second.event) == pytest.approx(math.sqrt(4) / NOISE)
-    alone = HiddenStatePrivacyEngine()
-    second.engine.save_checkpoint(path=path)
-    alone.load_checkpoint(path=path, module=linear().model)
-    assert alone.get_epsilon(DELTA) == second.engine.get_epsilon(DELTA)
-    assert "4 epochs x 3 fixed batches" in alone.report(DELTA)
 
 
 # --- what is refused, and that no epsilon is left after it ----------------------------------------

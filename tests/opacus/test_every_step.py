@@ -8,7 +8,7 @@ import pytest
 import torch
 from opacus_runs import in_pieces, layers, weights
 from torch import nn
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import UnsupportedRunError
@@ -143,25 +143,6 @@ def test_records_in_the_second_dimension(make_run, length):
     x, y = next(iter(run.loader))
     with pytest.raises(UnsupportedRunError, match="not what the loader drew"):
         run.step((x.flip(0).movedim(0, 1), y))
-
-
-class Noisy(Dataset):
-    def __len__(self):
-        return 60
-
-    def __getitem__(self, index):
-        return nn.functional.normalize(torch.randn(5), dim=0), index % 3
-
-
-def test_pieces_of_random_records_name_the_way_out(make_run):
-    run = a_run(make_run, "known loss", data=Noisy())
-    run.epoch()
-    with in_pieces(run, 4) as loader, pytest.raises(UnsupportedRunError, match="random numbers"):
-        run.epoch(loader)
-    run = a_run(make_run, "known loss", data=Noisy(), loop_maps_records=True)
-    with in_pieces(run, 4) as loader:
-        run.epoch(loader)
-    assert run.steps == 6
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 import torch
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
-from opacus.utils.adaptive_clipping import PrivacyEngineAdaptiveClipping
 from opacus_runs import weights
 from opacus_stock import DECLARED, records
 from torch import distributed, nn
@@ -197,9 +196,9 @@ STOCK_KINDS = {
 class Loop:
     """A script with a stock engine; it seeds torch."""
 
-    def __init__(self, kind, engine=None, loader=None, **arguments):
+    def __init__(self, kind, loader=None, **arguments):
         torch.manual_seed(SEED)
-        self.engine = engine or PrivacyEngine(accountant="hidden_state")
+        self.engine = PrivacyEngine(accountant="hidden_state")
         model, self.criterion = nn.Linear(5, 3), nn.CrossEntropyLoss()
         self.module, self.optimizer, *criterion, self.loader = self.engine.make_private(
             module=DPDDP(model) if "Distributed" in kind else model,
@@ -283,14 +282,3 @@ def test_whose_coins_they_are_is_listed(is_own):
     list(loop.steps())
     text = "Poisson batches drawn by a generator of the run's own"
     assert any(text in line for line in loop.assumptions) == is_own
-
-
-def test_ghost_clipping_with_an_adaptive_norm():
-    """Counts clipped gradients with noise of torch's default generator in backward().
-
-    Opacus wants more records in a batch than ten times the noise: one is enough here.
-    """
-    engine = PrivacyEngineAdaptiveClipping(accountant="hidden_state")
-    loop = Loop("DPOptimizerFastGradientClipping", engine, noise_multiplier=0.05)
-    with pytest.raises(hsa.UnsupportedRunError, match="with a fixed clip norm"):
-        next(loop.steps())

@@ -13,13 +13,9 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants import Regulariser
 from hidden_state_adapters.opacus import (
     BallProjection,
-    BlockCoordinate,
     BoxProjection,
-    DiceSGD,
     ParameterBallsProjection,
 )
-from hidden_state_adapters.opacus.composed import ComposedOptimizer
-from hidden_state_adapters.opacus.step_maps import TORCH_PROX
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -31,12 +27,11 @@ FAST, PLAIN = {"lr": 5.0, "weight_decay": 0.0}, {"lr": 0.5, "weight_decay": 0.0}
 def make(make_run):
     """A run from small weights, without decay."""
 
-    def make(after, sgd=FAST, model=None, **arguments):
-        if model is None:
-            torch.manual_seed(0)
-            model = nn.Linear(5, 3)
-            for p in model.parameters():
-                p.data.mul_(0.1)
+    def make(after, sgd=FAST, **arguments):
+        torch.manual_seed(0)
+        model = nn.Linear(5, 3)
+        for p in model.parameters():
+            p.data.mul_(0.1)
         return make_run(model=model, after=after, sgd=sgd, **arguments)
 
     return make
@@ -143,25 +138,6 @@ def test_a_prox_and_a_projection_in_any_order(make):
 # --- proximal maps --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize(
-    "h",
-    [
-        Regulariser(l1=0.3, l2=0.2),
-        Regulariser(group_lasso=0.3, group_axis=1),
-        Regulariser(group_lasso=0.3, l1=0.1, low=0.0),
-        Regulariser(low=-0.2, high=0.5),
-    ],
-    ids=str,
-)
-def test_tensors_as_numpy(h, dtype):
-    x = torch.randn(4, 3, dtype=dtype, generator=torch.Generator().manual_seed(0))
-    found = h.prox(x, 0.7, TORCH_PROX)
-    assert found.dtype == dtype
-    eps = torch.finfo(dtype).eps
-    np.testing.assert_allclose(found, h.prox(x.double().numpy(), 0.7), rtol=8 * eps, atol=8 * eps)
-
-
 def test_the_event_reads_the_modulus_and_the_map_has_it(make):
     """The figure is that of the event, and smaller than without the map."""
     figures = []
@@ -235,24 +211,6 @@ def test_a_function(make, tmp_path, function, known, declared, other):
         make(known).engine.load_checkpoint(path=tmp_path / "c.pt")
 
 
-def test_a_function_of_the_model_itself(make):
-    """It acts on the same tensors; only the look at the start sees no difference."""
-    ends = []
-    for is_own in (True, False):
-        model = nn.Linear(5, 3)
-        nn.init.zeros_(model.weight)
-        nn.init.zeros_(model.bias)
-
-        def project(params, model=model if is_own else None):
-            clamp(params if model is None else list(model.parameters()))
-
-        run = make((project, DIAMETER), model=model, noise_multiplier=0.0)
-        run.epoch()
-        ends.append(weights(run))
-    assert abs(ends[0]).max() == pytest.approx(0.1)
-    np.testing.assert_array_equal(*ends)
-
-
 def to_the_left(params):
     """Moves again what it moved."""
     for p in params:
@@ -272,9 +230,6 @@ class Own(BoxProjection):
 class OwnProx(Regulariser):
     def prox(self, values, step_size, operations):
         return 2 * values
-
-
-L1 = Regulariser(l1=0.1)
 
 
 @pytest.mark.parametrize(
@@ -299,20 +254,6 @@ L1 = Regulariser(l1=0.1)
 def test_arguments(make, after, error, text):
     with pytest.raises(error, match=text):
         make(after)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"mechanism": DiceSGD(), "loss_geometry": None}, "not in the algorithm"),
-        ({"mechanism": BlockCoordinate()}, "has l1, l2 and nonnegative"),
-        ({"optimizer_class": ComposedOptimizer, "loss_geometry": None}, "every step counts"),
-        ({"sgd": {"momentum": 0.9}}, r"leave out .*after"),
-    ],
-)
-def test_steps_that_no_map_follows(make, arguments, text):
-    with pytest.raises(hsa.UnsupportedRunError, match=text):
-        make(L1, **arguments)
 
 
 @pytest.mark.parametrize(
