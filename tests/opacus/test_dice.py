@@ -199,28 +199,9 @@ def test_event_and_epsilon(make_dice, order, relation):
     assert run.engine.get_epsilon(DELTA) == accountant.get_epsilon(DELTA)
 
 
-def updates(gradients, order, automatic):
-    """The mean updates without noise of 5 epochs with constant gradients, and their engine."""
-    engine, model = HiddenStatePrivacyEngine(), nn.Linear(3, 1, bias=False).double()
-    model, optimizer, loader = engine.make_private(
-        module=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.0),
-        data_loader=DataLoader(TensorDataset(gradients), batch_size=2), noise_multiplier=1.0,
-        max_grad_norm=0.5, batch_order=order, noise_generator=torch.Generator().manual_seed(0),
-        mechanism=DiceSGD(0.2, automatic, float(gradients.norm(dim=1).max())),
-    )  # fmt: skip
-    seen = []
-    for _ in range(5):
-        for (rows,) in loader:
-            optimizer.zero_grad()
-            model(rows).mean().backward()
-            optimizer.step()
-            seen.append(flat([p.grad for p in model.parameters()]))
-    return np.array(seen), engine
-
-
 @pytest.mark.parametrize(("order", "automatic"), [("cyclic", False), ("full", True)])
 @pytest.mark.parametrize("size", [0.1, 3.0, 300.0])
-def test_what_one_record_does_is_within_the_bound(size, automatic, order):
+def test_what_one_record_does_is_within_the_bound(make_dice, size, automatic, order):
     """The same noise on neighbouring data sets: the squared differences of all updates together.
 
     The outlier is preceded by records that pull the error the other way.
@@ -229,9 +210,23 @@ def test_what_one_record_does_is_within_the_bound(size, automatic, order):
     gradients[:2, 0], gradients[2, 0] = -size, size
     without = gradients.clone()
     without[2] = 0.0
-    (first, engine), (second, _) = (updates(g, order, automatic) for g in (gradients, without))
-    allowed = engine.accountant.guarantee.mu * engine.privacy_event.noise_std
-    assert 0.05 * allowed < np.linalg.norm(first - second) <= allowed * (1 + 1e-9)
+    ends = []
+    for rows in (gradients, without):
+        run = make_dice(
+            model=nn.Linear(3, 1, bias=False).double(), base={"lr": 0.0}, automatic=automatic,
+            error_max_grad_norm=0.2, gradient_bound=size, max_grad_norm=0.5, noise_multiplier=1.0,
+            noise_generator=torch.Generator().manual_seed(0), batch_order=order,
+            loader={"dataset": TensorDataset(rows), "batch_size": 2},
+        )  # fmt: skip
+        updates = []
+        for (batch,) in itertools.chain.from_iterable([run.loader] * 5):
+            run.optimizer.zero_grad()
+            run.model(batch).mean().backward()
+            run.optimizer.step()
+            updates.append(flat([p.grad for p in run.optimizer.params]))
+        ends.append(np.array(updates))
+    allowed = run.engine.accountant.guarantee.mu * run.engine.privacy_event.noise_std
+    assert 0.05 * allowed < np.linalg.norm(ends[0] - ends[1]) <= allowed * (1 + 1e-9)
 
 
 def test_releases_and_learning_rates_cost_nothing(make_dice):
@@ -401,20 +396,17 @@ def test_without_the_private_state(make_dice, tmp_path, caplog):
     assert [*tmp_path.iterdir()] == [path]
 
 
-def test_the_error_is_nowhere_by_default(tmp_path):
+def test_the_error_is_nowhere_by_default(make_dice, tmp_path):
     """An error of MARK in one coordinate: in no file, state, text or copy."""
-    engine, plain, path = HiddenStatePrivacyEngine(), nn.Linear(1, 1, bias=False), tmp_path / "c.pt"
     records = TensorDataset(torch.full((1, 1), MARK + 1, dtype=torch.float64))
-    model, optimizer, loader = engine.make_private(
-        module=plain.double(), optimizer=torch.optim.Adam(plain.parameters(), lr=0.1),
-        data_loader=DataLoader(records, batch_size=1), noise_multiplier=1.0, max_grad_norm=1.0,
-        optimizer_class=DiceAdamOptimizer, noise_generator=torch.Generator().manual_seed(0),
-        batch_order="cyclic",
+    run = make_dice(
+        "adam", model=nn.Linear(1, 1, bias=False).double(), max_grad_norm=1.0,
+        error_max_grad_norm=1.0, loader={"dataset": records, "batch_size": 1},
     )  # fmt: skip
-    for (batch,) in loader:
-        model(batch).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    engine, optimizer, path = run.engine, run.optimizer, tmp_path / "c.pt"
+    run.model(next(iter(run.loader))[0]).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
     assert float(optimizer._errors[0]) == MARK
     for arguments in ({}, {"stays_private": True}):
         engine.save_checkpoint(path=path, **arguments)
@@ -423,7 +415,7 @@ def test_the_error_is_nowhere_by_default(tmp_path):
         assert NEEDLE not in saved(content)
     engine.save_checkpoint(path=path, **PRIVATE)
     assert NEEDLE in saved(torch.load(path, weights_only=True))
-    states = [optimizer.state_dict(), dict(optimizer.state), model.state_dict(),
+    states = [optimizer.state_dict(), dict(optimizer.state), run.model.state_dict(),
               engine.accountant.state_dict()]  # fmt: skip
     assert not {MARK, MARK + 1} & set(everything_in(states))
     for text in (engine, optimizer, vars(optimizer), engine.report(DELTA), vars(engine)):
@@ -433,7 +425,7 @@ def test_the_error_is_nowhere_by_default(tmp_path):
     ):
         with pytest.raises((UnsupportedRunError, TypeError, AttributeError)):
             copier(value)
-    assert NEEDLE not in saved(copy.deepcopy(plain).state_dict())
+    assert NEEDLE not in saved(copy.deepcopy(run.plain_model).state_dict())
 
 
 FIELDS = [
@@ -461,10 +453,14 @@ def test_checkpoints_of_other_runs(make_run, make_dice, tmp_path, dataset):
             other.engine.load_checkpoint(path=tmp_path / name)
 
 
-def test_damaged_private_state(make_dice, tmp_path):
+def test_private_state_of_half_a_step_or_damaged(make_dice, tmp_path):
     run, path = make_dice(), tmp_path / "c.pt"
     run.epoch()
     run.engine.save_checkpoint(path=path, **PRIVATE)
+    with in_pieces(run, 5) as pieces:
+        run.step(next(iter(pieces)))
+    with pytest.raises(ValueError, match="a piece of one"):
+        run.engine.save_checkpoint(path=path, **PRIVATE)
     content = torch.load(path, weights_only=True)
     error = content["hidden_state_run"]["private"]["error"]
     broken = [torch.full_like(part, torch.nan) for part in error]

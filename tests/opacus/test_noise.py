@@ -7,12 +7,11 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus_runs import weights
-from opacus_stock import DECLARED, records
+from opacus_stock import DECLARED, stock_loop
 from torch import distributed, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.opacus import (
@@ -193,34 +192,25 @@ STOCK_KINDS = {
 }
 
 
-class Loop:
+def make_stock(kind="DPOptimizer", **arguments):
     """A script with a stock engine; it seeds torch."""
+    wrap = {"wrap": DPDDP} if "Distributed" in kind else {}
+    arguments = {"poisson_sampling": True, "max_grad_norm": 1.0, **STOCK_KINDS[kind], **arguments}
+    return stock_loop(**wrap, **arguments)
 
-    def __init__(self, kind, loader=None, **arguments):
-        torch.manual_seed(SEED)
-        self.engine = PrivacyEngine(accountant="hidden_state")
-        model, self.criterion = nn.Linear(5, 3), nn.CrossEntropyLoss()
-        self.module, self.optimizer, *criterion, self.loader = self.engine.make_private(
-            module=DPDDP(model) if "Distributed" in kind else model,
-            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-            criterion=self.criterion,
-            data_loader=DataLoader(records(), batch_size=10, **(loader or {})),
-            **{"noise_multiplier": 2.0, "max_grad_norm": 1.0} | STOCK_KINDS[kind] | arguments,
-        )
-        self.criterion = criterion[0] if criterion else self.criterion
 
-    def steps(self):
-        """The noise of every step; each number over its standard deviation, up to a factor."""
-        for features, labels in self.loader:
-            self.optimizer.zero_grad()
-            self.criterion(self.module(features), labels).backward()
-            self.optimizer.step()
-            params = self.optimizer.params
-            yield torch.cat([(p.grad * 10 - p.summed_grad).flatten() for p in params])
+def noise_of(loop):
+    """Of every step; each number over its standard deviation, up to a factor."""
+    found = []
+    for batch in loop.loader:
+        loop.step(batch)
+        params = loop.optimizer.params
+        found.append(torch.cat([(p.grad * 10 - p.summed_grad).flatten() for p in params]))
+    return torch.stack(found)
 
-    @property
-    def assumptions(self):
-        return [str(a) for a in self.engine.accountant.guarantee.assumptions]
+
+def listed_by(loop, text):
+    return [str(a) for a in loop.accountant.guarantee.assumptions if text in str(a)]
 
 
 @pytest.fixture
@@ -234,9 +224,9 @@ def alone(tmp_path):
 
 @pytest.mark.parametrize("kind", STOCK_KINDS)
 def test_a_seed_tells_nothing_of_stock_noise(kind, alone):
-    loops = [Loop(kind) for _ in range(2)]
+    loops = [make_stock(kind) for _ in range(2)]
     assert type(loops[0].optimizer).__name__ == kind
-    one, other = (torch.stack(list(loop.steps())) for loop in loops)
+    one, other = map(noise_of, loops)
     assert (one != other).all()
     assert 0.7 < float((one - other).norm() / one.norm()) < 3.0
 
@@ -250,15 +240,14 @@ def test_a_seed_tells_nothing_of_stock_noise(kind, alone):
     ],
 )
 def test_whose_stock_noise_it_is_is_listed(declared, generator, words):
-    loop = Loop("DPOptimizer", noise_generator=generator, poisson_sampling=not declared)
-    if declared:
-        loop.engine.accountant.declare_run(**DECLARED)
-    list(loop.steps())
-    (line,) = [line for line in loop.assumptions if "noise" in line]
+    arguments = {"declared": DECLARED, "poisson_sampling": False} if declared else {}
+    loop = make_stock(noise_generator=generator, **arguments)
+    loop.epoch()
+    (line,) = listed_by(loop, "noise")
     assert line.startswith(words)
     assert loop.optimizer.generator is generator or generator is None
     plain = HiddenStateAccountant()
-    plain.load_state_dict(loop.engine.accountant.state_dict())
+    plain.load_state_dict(loop.accountant.state_dict())
     kept = [str(a) for a in plain.guarantee.assumptions if "noise" in str(a)]
     assert kept == ([line] if generator else [])  # what is checked is checked again
 
@@ -267,7 +256,7 @@ def test_a_seed_tells_nothing_about_the_batches():
     """Whoever knows which batches hold a record gains all that sampling takes away."""
     sizes = []
     for _ in range(2):
-        loop = Loop("DPOptimizer")
+        loop = make_stock()
         torch.manual_seed(SEED)
         sizes.append([len(labels) for _ in range(8) for _, labels in loop.loader])
     assert sizes[0] != sizes[1]
@@ -276,9 +265,7 @@ def test_a_seed_tells_nothing_about_the_batches():
 @pytest.mark.parametrize("is_own", [True, False])
 def test_whose_coins_they_are_is_listed(is_own):
     generator = torch.Generator()
-    loop = Loop("DPOptimizer", loader={} if is_own else {"generator": generator})
+    loop = make_stock(loader={} if is_own else {"generator": generator}, declared={})
     assert (loop.loader.batch_sampler.generator is generator) != is_own
-    loop.engine.accountant.declare_run()
-    list(loop.steps())
-    text = "Poisson batches drawn by a generator of the run's own"
-    assert any(text in line for line in loop.assumptions) == is_own
+    loop.epoch()
+    assert bool(listed_by(loop, "Poisson batches drawn by a generator of the run's own")) == is_own

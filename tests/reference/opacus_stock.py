@@ -92,8 +92,9 @@ class StockLoop:
 
 
 def stock_loop(
-    *, declared=None, data=None, loader=None, original=None, engine=None, base=None, **arguments
-):
+    *, declared=None, data=None, loader=None, original=None, engine=None, base=None,
+    wrap=lambda model: model, **arguments,
+):  # fmt: skip
     """make_private of a PrivacyEngine; `declared` is a dictionary of declare_run."""
     torch.manual_seed(0)
     model = nn.Linear(FEATURES, CLASSES)
@@ -104,7 +105,7 @@ def stock_loop(
         warnings.simplefilter("ignore")  # Opacus: secure mode is off
         engine = engine or PrivacyEngine(accountant="hidden_state")
     options = {
-        "module": model,
+        "module": wrap(model),
         "optimizer": (base or plain_sgd)(model.parameters()),
         "data_loader": original,
         "max_grad_norm": 2.1,
