@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 pytest.importorskip("tensorflow")
+import keras_models
 import tensorflow as tf
+from keras_models import DELTA, SGD, crossentropy
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import DiceUpdate, HiddenStateSequential, PrivateRun
+from hidden_state_adapters.tf_privacy import DiceUpdate, PrivateRun
 
 pytestmark = pytest.mark.usefixtures("row_by_row", "without_graphs")
 
-DELTA = 1e-5
-ADDS = {"neighboring_relation": "add_or_remove_one"}
-SGD = tf.keras.optimizers.SGD
+ADDS = {"neighboring_relation": "add_or_remove_one", "noise_multiplier": 20.0}
 RULES = {"sgd": SGD, "dice": lambda rate: DiceUpdate(SGD(rate), error_l2_norm_clip=1.0)}
 
 
@@ -23,27 +23,24 @@ def data(examples):
     return np.eye(3, dtype="float32")[np.arange(examples) % 3], np.arange(examples) % 2
 
 
-def loss():
-    return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
 def model(rule="sgd", **settings):
-    given = {"l2_norm_clip": 1.0, "noise_multiplier": 20.0, **ADDS, **settings}
-    made = HiddenStateSequential([tf.keras.layers.Dense(2)], **given)
-    made.compile(RULES[rule](1.0), loss())
-    return made
+    return keras_models.make(RULES[rule](1.0), **{"batch_order": None, **ADDS, **settings})
 
 
-def run(examples, **settings):
+def fit(model, examples, **kwargs):
     x, y = data(examples)
+    return keras_models.fit(model, **{"x": x, "y": y, "batch_size": 18, **kwargs})
+
+
+def run(**settings):
     plain = tf.keras.Sequential([tf.keras.layers.Dense(2)])
     return PrivateRun(
-        plain, x, y, loss=loss(), optimizer=SGD(1.0), batch_size=18, l2_norm_clip=1.0,
-        noise_multiplier=20.0, **ADDS, **settings,
+        plain, *data(126), loss=crossentropy(), optimizer=SGD(1.0), batch_size=18,
+        l2_norm_clip=1.0, **{**ADDS, **settings},
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("begin", [model, lambda **settings: run(126, **settings)])
+@pytest.mark.parametrize("begin", [model, run])
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
@@ -57,6 +54,10 @@ def run(examples, **settings):
             {"sampling_rate": 0.1, "loss_geometry": hsa.LossGeometry.convex(1.0)},
             "loss_geometry = None",
         ),
+        (
+            {"sampling_rate": 0.1, "neighboring_relation": "replace_one"},
+            "sampling_rate = None with REPLACE_ONE",
+        ),
     ],
 )
 def test_what_follows_from_the_number_of_examples_is_refused(begin, settings, text):
@@ -65,24 +66,26 @@ def test_what_follows_from_the_number_of_examples_is_refused(begin, settings, te
         begin(**settings)
 
 
-def test_a_rate_is_for_that_relation():
-    with pytest.raises(hsa.UnsupportedRunError, match="sampling_rate = None with REPLACE_ONE"):
-        model(neighboring_relation="replace_one", sampling_rate=0.1)
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_nothing_follows_from_the_number_of_examples(rule):
     found = []
     for examples in (126, 125, 300, 10):
-        trained = model(rule, sampling_rate=1 / 7)
-        trained.fit(*data(examples), batch_size=18, verbose=0)
+        trained = fit(model(rule, sampling_rate=1 / 7), examples)
         private = {"stays_private": True, "include_private_state": True} if rule == "dice" else {}
         state = trained.state(**private)
         found.append((trained.privacy_event, trained.report(DELTA), state["examples"]))
-    assert found[0][0].num_steps == 7
-    assert found[0][0].batch_size == 18
-    assert found[0] == found[1] == found[2] == found[3]
+    assert (found[0][0].num_steps, found[0][0].batch_size) == (7, 18)
+    assert found == found[:1] * 4
     assert "not computed from the examples or their number" in " ".join(found[0][1].split())
+
+
+def test_noise_for_a_target_does_not_either():
+    noises = set()
+    for examples in (126, 125):
+        trained = model(noise_multiplier=None, sampling_rate=1 / 7)
+        fit(trained, examples, target_epsilon=1.0, target_delta=DELTA)
+        noises.add(trained.noise_multiplier)
+    assert len(noises) == 1
 
 
 def test_the_step_divides_by_the_constant():
@@ -91,28 +94,16 @@ def test_the_step_divides_by_the_constant():
     x, y = data(30)
     trained.build((None, 3))
     before = trained.get_weights()
-    trained.fit(x[:1].repeat(30, 0), y[:1].repeat(30), batch_size=20, verbose=0)
+    fit(trained, 30, x=x[:1].repeat(30, 0), y=y[:1].repeat(30), batch_size=20)
     moved = [b - a for a, b in zip(before, trained.get_weights(), strict=True)]
     length = np.sqrt(sum((part**2).sum() for part in moved))
     assert length == pytest.approx(30 / 20 * 1e-3, rel=1e-3)
 
 
-def test_noise_for_a_target_does_not_either():
-    noises = set()
-    for examples in (126, 125):
-        trained = model(noise_multiplier=None, sampling_rate=1 / 7)
-        target = {"target_epsilon": 1.0, "target_delta": DELTA}
-        trained.fit(*data(examples), batch_size=18, verbose=0, **target)
-        noises.add(trained.noise_multiplier)
-    assert len(noises) == 1
-
-
 def test_a_model_is_saved_and_goes_on(tmp_path):
-    trained = model(sampling_rate=1 / 7)
-    trained.fit(*data(30), batch_size=18, verbose=0)
+    trained = fit(model(sampling_rate=1 / 7), 30)
     state = json.loads(json.dumps(trained.state()))
     trained.save(tmp_path / "model.keras")
     again = tf.keras.models.load_model(tmp_path / "model.keras")
     again.resume(state)
-    again.fit(*data(30), batch_size=18, verbose=0)
-    assert again.privacy_event.num_steps == 14
+    assert fit(again, 30).privacy_event.num_steps == 14

@@ -6,7 +6,6 @@ import math
 import pickle
 import re
 import zipfile
-from pathlib import Path
 
 import attrs
 import numpy as np
@@ -16,6 +15,7 @@ from cases import first
 pytest.importorskip("tensorflow_privacy")
 import tensorflow as tf
 from dice import normalise, update
+from keras_models import compile_with
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
@@ -26,15 +26,18 @@ from hidden_state_adapters.tf_privacy import (
 from hidden_state_adapters.tf_privacy.dice import clip_factor
 from hidden_state_adapters.tf_privacy.step import joint_norm
 
-pytestmark = pytest.mark.usefixtures("restored_precision")
-
 # Exact in float32, in which Keras keeps the learning rate.
 RATE, CLIP, ERROR_CLIP = 0.25, 0.5, 0.2
 
 
-def make(automatic, **options):
+def make(automatic=False, **options):
     given = {"learning_rate": RATE, "error_l2_norm_clip": ERROR_CLIP, **options}
     return DiceKerasSGDOptimizer(CLIP, 0.0, automatic=automatic, **given)
+
+
+def step(optimizer, rows, x):
+    """Of losses whose gradients are these rows."""
+    optimizer.minimize(lambda: tf.linalg.matvec(tf.constant(rows), x), [x])
 
 
 # --- the steps of the paper -----------------------------------------------------------------------
@@ -47,88 +50,19 @@ def test_the_steps_are_those_of_the_paper(automatic):
     clipper = {"clipper": normalise} if automatic else {}
     for seed in range(3):
         gradients = np.random.default_rng(seed).normal(size=(4, 3))
-        optimizer.minimize(lambda g=gradients: tf.linalg.matvec(tf.constant(g), x), [x])
+        step(optimizer, gradients, x)
         v, error = update(error, gradients, 4, CLIP, ERROR_CLIP, **clipper)
         place = place - RATE * v
         np.testing.assert_allclose(x, place, atol=1e-12)
-    assert optimizer.last_step.steps == 3
 
 
 def test_gradients_that_nobody_applies_leave_the_error_alone():
-    x, optimizer = tf.Variable(np.zeros(3)), make(False)
-    rows = lambda: tf.linalg.matvec(tf.constant(np.full((4, 3), 9.0)), x)  # noqa: E731
-    optimizer.minimize(rows, [x])
-    before = [error.numpy() for error in optimizer._steps.rule._errors]
-    optimizer._compute_gradients(rows, [x])
-    for error, old in zip(optimizer._steps.rule._errors, before, strict=True):
-        np.testing.assert_array_equal(error, old)
+    x, optimizer, rows = tf.Variable(np.zeros(3)), make(), np.full((4, 3), 9.0)
+    step(optimizer, rows, x)
+    before = error_of(optimizer)
+    optimizer._compute_gradients(lambda: tf.linalg.matvec(tf.constant(rows), x), [x])
+    assert error_of(optimizer) == before
     assert np.linalg.norm(before) > 1
-
-
-# --- the clip and what one record does ----------------------------------------------
-
-
-def test_the_clip_is_exact():
-    norms = tf.constant([0.0, 0.3, 0.5, 2.0], tf.float64)
-    factors = clip_factor(norms, 0.5, tf.float32, automatic=False)
-    np.testing.assert_array_equal(factors, [1.0, 1.0, 1.0, 0.25])
-    factors = clip_factor(norms, 0.5, tf.float32, automatic=True)
-    np.testing.assert_allclose(factors * norms, [0.0, 0.5, 0.5, 0.5])
-
-
-@pytest.mark.parametrize("automatic", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "exponents"),
-    [(tf.float32, np.linspace(-45, 35, 41)), (tf.float64, np.linspace(-320, 300, 63))],
-)
-def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(
-    dtype, exponents, automatic
-):
-    for exponent, clip in itertools.product(exponents, (1e-20, 1.0)):
-        vector = np.full(100, 10.0**exponent).astype(dtype.as_numpy_dtype)
-        norm = joint_norm([tf.constant(vector[:40]), tf.constant(vector[40:])])
-        factor = clip_factor(norm, clip, dtype, automatic=automatic)
-        result = (tf.cast(factor, dtype) * vector).numpy().astype(float)
-        assert np.abs(result).max() * 10 <= clip * (1 + 1e-6)
-        if vector[0] > 1e9 * np.finfo(vector.dtype).tiny:  # shorter ones may be flushed to zero
-            assert float(norm) == pytest.approx(10 * float(vector[0]), rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("size", "automatic"), first(2, [(300.0, False), (0.7, True), (0.7, False), (300.0, True)])
-)
-def test_what_one_record_does_is_within_the_bound(size, automatic):
-    """Without noise on neighbouring data sets: the squared differences of all updates together.
-
-    The outlier is preceded by a batch that pulls the error the other way.
-    """
-    gradients = np.zeros((6, 3))
-    gradients[:2, 0] = -size
-    seen = []
-    for gradients[2, 0] in (size, 0.0):
-        x = tf.Variable(np.zeros(3))
-        optimizer = make(automatic, learning_rate=1.0)
-
-        @tf.function
-        def one(rows, x=x, optimizer=optimizer):
-            optimizer.minimize(lambda: tf.linalg.matvec(rows, x), [x])
-
-        places = [x.numpy()]
-        for rows in [*np.split(gradients, 3)] * 5:
-            one(tf.constant(rows))
-            places.append(x.numpy())
-        seen.append(np.diff(places, axis=0))
-    event = hsa.DiceSgdDpEvent(
-        noise_std=1.0, clip_norm=CLIP, batch_size=2, dataset_size=6, num_steps=15,
-        error_clip_norm=ERROR_CLIP, batch_order="cyclic",
-        automatic=automatic, gradient_bound=size,
-    )  # fmt: skip
-    allowed = hsa.DiceSgdAccountant().compose(event).guarantee.mu
-    shown = np.linalg.norm(seen[0] - seen[1])
-    assert 0.3 * allowed < shown <= allowed * (1 + 1e-9)
-
-
-# --- what the algorithm is for --------------------------------------------------------------------
 
 
 def end_in_appendix_b1(optimizer, steps=400):
@@ -158,6 +92,64 @@ def test_the_bias_of_clipping_vanishes():
     assert end_in_appendix_b1(dice) == pytest.approx(0.0, abs=1e-3)
 
 
+# --- the clip and what one record does ------------------------------------------------------------
+
+
+def test_the_clip_is_exact():
+    norms = tf.constant([0.0, 0.3, 0.5, 2.0], tf.float64)
+    factors = clip_factor(norms, 0.5, tf.float32, automatic=False)
+    np.testing.assert_array_equal(factors, [1.0, 1.0, 1.0, 0.25])
+    factors = clip_factor(norms, 0.5, tf.float32, automatic=True)
+    np.testing.assert_allclose(factors * norms, [0.0, 0.5, 0.5, 0.5])
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "exponents"),
+    [(tf.float32, np.linspace(-45, 35, 41)), (tf.float64, np.linspace(-320, 300, 63))],
+)
+def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(
+    dtype, exponents, automatic
+):
+    for exponent, clip in itertools.product(exponents, (1e-20, 1.0)):
+        vector = np.full(100, 10.0**exponent).astype(dtype.as_numpy_dtype)
+        norm = joint_norm([tf.constant(vector[:40]), tf.constant(vector[40:])])
+        factor = clip_factor(norm, clip, dtype, automatic=automatic)
+        result = (tf.cast(factor, dtype) * vector).numpy().astype(float)
+        assert np.abs(result).max() * 10 <= clip * (1 + 1e-6)
+        if vector[0] > 1e9 * np.finfo(vector.dtype).tiny:  # shorter ones may be flushed to zero
+            assert float(norm) == pytest.approx(10 * float(vector[0]), rel=1e-12)
+
+
+@pytest.mark.usefixtures("row_by_row")
+@pytest.mark.parametrize(
+    ("size", "automatic"), first(2, [(300.0, False), (0.7, True), (0.7, False), (300.0, True)])
+)
+def test_what_one_record_does_is_within_the_bound(size, automatic):
+    """Without noise on neighbouring data sets: the squared differences of all updates together.
+
+    The outlier is preceded by a batch that pulls the error the other way.
+    """
+    gradients = np.zeros((6, 3))
+    gradients[:2, 0] = -size
+    seen = []
+    for gradients[2, 0] in (size, 0.0):
+        x, optimizer = tf.Variable(np.zeros(3)), make(automatic, learning_rate=1.0)
+        places = [x.numpy()]
+        for rows in [*np.split(gradients, 3)] * 5:
+            step(optimizer, rows, x)
+            places.append(x.numpy())
+        seen.append(np.diff(places, axis=0))
+    event = hsa.DiceSgdDpEvent(
+        noise_std=1.0, clip_norm=CLIP, batch_size=2, dataset_size=6, num_steps=15,
+        error_clip_norm=ERROR_CLIP, batch_order="cyclic",
+        automatic=automatic, gradient_bound=size,
+    )  # fmt: skip
+    allowed = hsa.DiceSgdAccountant().compose(event).guarantee.mu
+    shown = np.linalg.norm(seen[0] - seen[1])
+    assert 0.3 * allowed < shown <= allowed * (1 + 1e-9)
+
+
 # --- the account ----------------------------------------------------------------------------------
 
 DELTA = 1e-5
@@ -177,8 +169,7 @@ def make_dice(make_run, compile_options):
     def make(optimizer=None, compile=None, **callback):
         run = make_run(callback={"gradient_bound": BOUND, **callback})
         run.optimizer = optimizer or dice()
-        loss = tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
-        run.model.compile(run.optimizer, loss, **(compile_options if compile is None else compile))
+        compile_with(run, **(compile_options if compile is None else compile))
         return run
 
     return make
@@ -189,10 +180,11 @@ def exact(event):
 
 
 @pytest.mark.usefixtures("row_by_row")
-@pytest.mark.parametrize("mode", [{}, {"jit_compile": True}])
-def test_the_event_and_the_epsilon_of_every_epoch(make_dice, mode):
-    run = make_dice(compile=mode, target_delta=DELTA)
-    history = run.fit(epochs=2).history["epsilon_if_released_now"]
+def test_the_event_and_the_epsilon_of_every_epoch(make_dice):
+    """Releases and files cost nothing more: all iterates are accounted."""
+    run = make_dice(compile={"jit_compile": True}, target_delta=DELTA)
+    save = tf.keras.callbacks.ModelCheckpoint("a.keras")
+    history = run.fit(callbacks=[save], epochs=2).history["epsilon_if_released_now"]
     assert run.callback.privacy_event == EXPECTED
     assert history == [exact(attrs.evolve(EXPECTED, num_steps=6)), exact(EXPECTED)]
     assert history[0] < history[1] < math.inf
@@ -206,19 +198,10 @@ def test_adam_and_automatic(make_dice):
     run.fit(epochs=2)
     assert run.callback.privacy_event == attrs.evolve(EXPECTED, gradient_bound=math.inf)
     run = make_dice(dice(automatic=True))
-    run.fit(epochs=2)
-    assert run.callback.privacy_event == attrs.evolve(EXPECTED, automatic=True)
-
-
-@pytest.mark.usefixtures("row_by_row")
-def test_releases_and_checkpoints_cost_nothing_more(make_dice, tmp_path):
-    """All iterates are accounted; the optimizer's own state holds noisy updates only."""
-    run = make_dice()
-    save = tf.keras.callbacks.ModelCheckpoint(str(tmp_path / "a.keras"))
-    run.fit(callbacks=[save])
+    run.fit()
     run.callback.release()
-    run.fit(callbacks=[save])
-    assert run.callback.privacy_event == EXPECTED
+    run.fit()
+    assert run.callback.privacy_event == attrs.evolve(EXPECTED, automatic=True)
 
 
 @pytest.mark.usefixtures("row_by_row")
@@ -241,23 +224,15 @@ def error_of(optimizer):
     return np.concatenate([np.ravel(part) for part in optimizer._steps.rule._errors]).tolist()
 
 
-def marked(variant="sgd", dtype="float64", **options):
+def marked(kind, **options):
     """A compiled model whose optimizer has the error MARK in one coordinate."""
-    model = tf.keras.Sequential([tf.keras.layers.Dense(1, use_bias=False, dtype=dtype)])
+    model = tf.keras.Sequential([tf.keras.layers.Dense(1, use_bias=False, dtype="float64")])
     model.build((None, 1))
-    kind = DiceKerasSGDOptimizer if variant == "sgd" else DiceKerasAdamOptimizer
-    optimizer = kind(1.0, 1.0, learning_rate=0.0, **options)
-    model.compile(optimizer, "mse")
-    features = tf.constant([[MARK + 1]], dtype)
-    optimizer.minimize(lambda: tf.reduce_sum(model(features), 1), model.trainable_variables)
-    assert error_of(optimizer) == [MARK]
-    return model, optimizer
-
-
-def content(path):
-    path = Path(path)
-    files = [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]
-    return b"".join(f.read_bytes() for f in files)
+    model.compile(kind(1.0, 1.0, learning_rate=0.0, **options), "mse")
+    features = tf.constant([[MARK + 1]], tf.float64)
+    model.optimizer.minimize(lambda: tf.reduce_sum(model(features), 1), model.trainable_variables)
+    assert error_of(model.optimizer) == [MARK]
+    return model
 
 
 SAVERS = {
@@ -272,59 +247,27 @@ SAVERS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("saver", "variant"), zip(SAVERS, ["sgd", "adam"] * 3, strict=True), ids=str
-)
-def test_the_error_is_in_no_file(tmp_path, saver, variant):
-    """Read as bytes, uncompressed, and that the search would find a weight."""
-    model, _ = marked(variant)
-    if variant == "sgd":  # something that must be found
-        model.layers[0].kernel.assign([[-555.25]])
+@pytest.mark.parametrize("saver", SAVERS)
+def test_the_error_is_in_no_file(tmp_path, saver):
+    """Read as bytes, uncompressed, in which the search finds a weight."""
+    model = marked(DiceKerasAdamOptimizer if "h5" in saver else DiceKerasSGDOptimizer)
+    model.layers[0].kernel.assign([[-555.25]])
     SAVERS[saver](model, tmp_path / "saved")
     if saver == "keras":  # a zip file
         with zipfile.ZipFile(tmp_path / "saved.keras") as file:
             file.extractall(tmp_path / "extracted")
-    found = content(tmp_path)
+    found = b"".join(file.read_bytes() for file in tmp_path.rglob("*") if file.is_file())
     assert not any(needle in found for needle in NEEDLES)
-    if variant == "sgd":
-        assert np.float64(-555.25).tobytes() in found
+    assert np.float64(-555.25).tobytes() in found
 
 
-def test_the_error_is_in_no_text_and_no_config():
-    _, optimizer = marked()
+def test_the_error_is_in_no_text_and_no_copy():
+    optimizer = marked(DiceKerasAdamOptimizer, amsgrad=True).optimizer
     config = optimizer.get_config(), tf.keras.optimizers.serialize(optimizer)
     for text in (repr(optimizer), str(optimizer), vars(optimizer), config):
         assert not SHOWN.search(str(text))
-
-
-def test_copies_and_pickles_start_anew():
-    _, optimizer = marked("adam", amsgrad=True)
     assert not any(needle in pickle.dumps(optimizer) for needle in NEEDLES)
-    for again in (
-        copy.copy(optimizer),
-        copy.deepcopy(optimizer),
-        pickle.loads(pickle.dumps(optimizer)),
-    ):
-        assert type(again) is DiceKerasAdamOptimizer
-        assert again.get_config() == optimizer.get_config()
-        assert again.last_step.steps == 0
-        assert again._steps is None
     for copier in (pickle.dumps, copy.copy, copy.deepcopy):
+        assert getattr(copier(optimizer), "_steps", None) is None
         with pytest.raises(hsa.UnsupportedRunError, match="cannot be copied or pickled"):
             copier(optimizer._steps.rule)
-
-
-@pytest.mark.parametrize("suffix", [".keras", ".h5", ""])
-def test_a_loaded_optimizer_starts_another_run(tmp_path, suffix):
-    """Keras restores its own state of a legacy optimizer from .h5 only."""
-    model, optimizer = marked("adam", "float32")
-    model.save(tmp_path / f"model{suffix}")
-    loaded = tf.keras.models.load_model(tmp_path / f"model{suffix}")
-    assert type(loaded.optimizer) is DiceKerasAdamOptimizer
-    assert loaded.optimizer.get_config() == optimizer.get_config()
-    features, again = tf.constant([[0.25]]), loaded.optimizer
-    again.minimize(lambda: tf.reduce_sum(loaded(features), 1), loaded.trainable_variables)
-    before = 1 if suffix == ".h5" else 0
-    assert int(again.iterations) == before + 1  # Keras' count, and the moments, go on
-    assert error_of(again) == [0.0]  # 0.25 is not clipped
-    assert again.last_step.steps == 1
