@@ -1,6 +1,8 @@
-"""Theorems E and F of random batches: laws of the distance, attacks, figures."""
+"""Theorems E and F of random batches: laws of the distance, figures, the curve of a mixture.
 
-import itertools
+Exact laws of attacks are in test_attacks.py beside this file.
+"""
+
 import math
 
 import attrs
@@ -11,7 +13,7 @@ import pytest
 from cases import seeds
 from dp_accounting import NeighboringRelation
 from dp_accounting.pld import PLDAccountant
-from mixtures_of_gaussians import divergence, half_lines, run_of_linear_losses
+from mixtures_of_gaussians import divergence, patterns
 from runs import probe_run
 
 import hidden_state_accountants as hsa
@@ -30,10 +32,10 @@ ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
 
 
-def patterns(steps, rate):
-    """All coins, and their probabilities."""
-    found = np.array(list(itertools.product([0, 1], repeat=steps)))
-    return found, rate ** found.sum(axis=1) * (1 - rate) ** (1 - found).sum(axis=1)
+def mus_of_coins(c, shifts, sigma, rate):
+    """The distance of every pattern of coins, by Theorem A; and the probabilities."""
+    found, weights = patterns(hsa.BatchOrder.POISSON, len(shifts), 1, rate)
+    return np.array([hsa.shifted_gdp_mu(c, shifts * p, sigma) for p in found]), weights
 
 
 def assert_is_larger(law, mus, weights, slack=1e-12):
@@ -57,8 +59,7 @@ def test_the_law_of_any_steps_is_stochastically_larger(seed, monkeypatch):
     steps, rate = int(rng.integers(1, 10)), float(rng.choice([0.003, 0.05, 0.4]))
     c = rng.uniform(0, 1.3, steps) if rng.random() < 0.6 else np.full(steps, rng.uniform(0.5, 1))
     shifts, sigma = np.exp(rng.normal(size=(2, steps)) * rng.choice([0.0, 0.7], (2, 1)))
-    found, weights = patterns(steps, rate)
-    mus = np.array([hsa.shifted_gdp_mu(c, shifts * pattern, sigma) for pattern in found])
+    mus, weights = mus_of_coins(c, shifts, sigma, rate)
     law = law_of_tails(coin_costs.tails(CoinSteps.of(c, shifts, sigma, rate)))
     assert_is_larger(law, mus, weights)
     levels, masses = fewer(law.levels, law.probabilities, geometric(law.levels, 1.05))
@@ -71,9 +72,7 @@ def test_the_law_of_any_steps_is_stochastically_larger(seed, monkeypatch):
 @pytest.mark.parametrize("rate", [0.003, 0.2, 0.6])
 @pytest.mark.parametrize("steps", [1, 2, 5, 10])
 def test_the_law_of_equal_steps_is_that_of_cycles(steps, rate):
-    found, weights = patterns(steps, rate)
-    ones = np.ones(steps)
-    mus = np.array([hsa.shifted_gdp_mu(1.0, ones * pattern, ones) for pattern in found])
+    mus, weights = mus_of_coins(1.0, np.ones(steps), np.ones(steps), rate)
     law = law_of_tails(cycle_costs.tails(steps, rate))
     assert_is_larger(law, mus, weights)
     mean = float(law.probabilities @ law.levels**2)
@@ -112,59 +111,23 @@ def test_values_are_rounded_up_to_the_largest_of_their_group():
     assert fewer(np.array([1.0, math.inf]), np.ones(2), np.ones(1))[0].tolist() == [1.0, math.inf]
 
 
-# --- exact laws of attacks ------------------------------------------------------------------------
-
-
-def linear_run(rng, relation, order):
-    """A random run, the scale of its iterates' law, and both means of each pattern.
-
-    All losses are linear: the record has slope 1, its replacement `other`, and everybody else `g`.
-    """
-    steps, batches = int(rng.integers(1, 8)), int(rng.choice([2, 10, 40]))
-    rates = np.exp(rng.normal(size=steps) * rng.choice([0.0, 1.0]))
-    noise = rng.uniform(0.3, 1.2) * np.ones(steps)
-    run, deviation, moves = run_of_linear_losses(rng, order, batches, rates, noise)
-    found, weights = patterns(steps, run.sampling_probability)
-    moves = found @ moves
-    g = float(rng.choice([-1.0, 1.0])) if order == "without_replacement" else 0.0
-    other = float(rng.choice([-1.0, 0.0])) if relation is ONE else 0.0
-    return run, deviation, weights, (1 - g) * moves, (other - g) * moves
-
-
-CASES = [
-    ("poisson", ADD_OR_REMOVE), ("poisson", SPECIAL), ("poisson", ONE),
-    ("without_replacement", SPECIAL), ("without_replacement", ONE),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("order", "relation"), CASES)
-@pytest.mark.parametrize("seed", seeds(20, 2))
-def test_no_attack_refutes_it(order, relation, seed):
-    """Of 10 runs: laws at both orders. Over all seeds that are 1,000 runs, 4,000 divergences."""
-    rng = np.random.default_rng([seed, CASES.index((order, relation))])
-    tightest = 0.0
-    for _ in range(10):
-        run, deviation, weights, first, second = linear_run(rng, relation, order)
-        curve = HiddenCoins().guarantee(run, relation).curve
-        for epsilon in rng.uniform(0, 4, 2):
-            bound = curve.delta(epsilon)
-            for pair in ((first, second), (second, first)):
-                truth = divergence(*pair, deviation, epsilon, weights)
-                assert truth <= bound * (1 + 1e-9) + 1e-12, (run, epsilon)
-                tightest = max(tightest, truth / bound if bound > 1e-9 else 0)
-    assert tightest > 0.5
-
-
 # --- what follows ---------------------------------------------------------------------------------
 
 
 def head(noise, rate, steps, decay, order="poisson", **changes):
     """A softmax head whose clip does not act."""
-    return hsa.LastIterateDpEvent(
-        noise_multiplier=noise, learning_rate=0.5, clip_norm=1.0, batch_size=100,
-        dataset_size=round(100 / rate), num_steps=steps, batch_order=order, weight_decay=decay,
-        loss=hsa.LossGeometry.generalized_linear(0.5), **changes,
-    )  # fmt: skip
+    arguments = {
+        "noise_multiplier": noise,
+        "learning_rate": 0.5,
+        "clip_norm": 1.0,
+        "batch_size": 100,
+        "dataset_size": round(100 / rate),
+        "num_steps": steps,
+        "batch_order": order,
+        "weight_decay": decay,
+        "loss": hsa.LossGeometry.generalized_linear(0.5),
+    }
+    return hsa.LastIterateDpEvent(**(arguments | changes))
 
 
 @pytest.mark.parametrize(
@@ -188,15 +151,6 @@ def test_reference_values(run, relation, expected, revealed):
     assert min(others) == pytest.approx(revealed, abs=4e-3)
 
 
-def test_a_run_of_one_step_is_the_sampled_gaussian():
-    run = head(0.7, 0.1, 1, 0.0)
-    composed = Composition().guarantee(run, ADD_OR_REMOVE)
-    hidden = HiddenCoins().guarantee(run, ADD_OR_REMOVE)
-    for epsilon in (0.1, 1.0, 3.0):
-        delta = composed.delta(epsilon)
-        assert delta * 0.999 <= hidden.delta(epsilon) <= delta * 1.05
-
-
 def test_releases_compose():
     once = HiddenCoins().guarantee(head(0.8, 0.002, 300, 0.1), SPECIAL)
     run = head(0.8, 0.002, 900, 0.1, release_steps=(300, 600))
@@ -207,54 +161,23 @@ def test_releases_compose():
 
 
 def test_schedules_of_a_step_like_the_others_cost_the_same():
-    equal = head(0.6, 0.001, 400, 0.02)
-    varied = hsa.LastIterateDpEvent(
-        noise_multiplier=np.full(400, 0.6), learning_rate=np.r_[np.full(399, 0.5), 0.5 + 1e-12],
-        clip_norm=1.0, batch_size=100, dataset_size=100_000, num_steps=400, weight_decay=0.02,
-        loss=hsa.LossGeometry.generalized_linear(0.5), batch_order="poisson",
-    )  # fmt: skip
-    found = [HiddenCoins().guarantee(run, SPECIAL).epsilon(1e-5) for run in (equal, varied)]
+    found = [
+        HiddenCoins().guarantee(head(0.6, 0.001, 400, 0.02, **rates), SPECIAL).epsilon(1e-5)
+        for rates in ({}, {"learning_rate": np.r_[np.full(399, 0.5), 0.5 + 1e-12]})
+    ]
     assert found[0] == pytest.approx(found[1], rel=1e-3)
-
-
-def test_larger_runs_cost_more():
-    def epsilon(noise=0.7, rate=0.002, steps=200, decay=0.05, delta=1e-5):
-        return HiddenCoins().guarantee(head(noise, rate, steps, decay), SPECIAL).epsilon(delta)
-
-    usual = epsilon()
-    assert epsilon(noise=0.75) < usual
-    assert usual <= epsilon(steps=400) * 1.01
-    assert usual < epsilon(rate=0.003)
-    assert epsilon(delta=1e-4) < usual < epsilon(delta=1e-9)
 
 
 @pytest.mark.parametrize(
     ("order", "border"), [("poisson", 1.25), ("without_replacement", 2.5)], ids=["E", "F"]
 )
-def test_noise_and_delta_count_on_both_sides_of_the_border(order, border):
+def test_noise_counts_on_both_sides_of_the_border(order, border):
     """Up to a noise multiplier the coins stay secret in a bound of its own."""
-    found = []
-    for noise in (border, 1.02 * border):
-        accountant = hsa.LastIterateAccountant(SPECIAL)
-        accountant.compose(head(noise, 0.01, 30, 0.05, order))
-        found.append([accountant.get_epsilon(delta) for delta in (1e-5, 1e-7)])
-    assert (np.diff(found, axis=0) < 0).all()
-    assert (np.diff(found, axis=1) > 0).all()
-
-
-def test_coins_may_cost_more_than_a_public_order():
-    """Two linear losses: no bound may be smaller than what an attacker sees."""
-    run = hsa.LastIterateDpEvent(
-        noise_multiplier=0.5, learning_rate=1.0, clip_norm=1.0, batch_size=1, dataset_size=2,
-        num_steps=2, batch_order="poisson", loss=hsa.LossGeometry.linear(1.0),
-    )  # fmt: skip
-    move = math.sqrt(2)
-    truth = HiddenMixtureCurve([0.25, 0.5, 0.25], [0.0, move, 2 * move]).epsilon(1e-5)
-    assert truth == pytest.approx(13.152, abs=1e-3)
-    coins = hsa.LastIterateAccountant().compose(run).get_epsilon(1e-5)
-    public = hsa.LastIterateAccountant().compose(attrs.evolve(run, batch_order="cyclic"))
-    assert public.get_epsilon(1e-5) == pytest.approx(9.997, abs=1e-3)
-    assert truth <= coins < 1.3 * truth
+    below, above = (
+        hsa.LastIterateAccountant(SPECIAL).compose(head(noise, 0.01, 30, 0.05, order))
+        for noise in (border, 1.02 * border)
+    )
+    assert above.get_epsilon(1e-5) < below.get_epsilon(1e-5)
 
 
 def test_a_larger_batch_than_reckoned_with_adds_to_delta():
@@ -281,15 +204,12 @@ def test_where_it_is_not_asked(changes, reason):
     assert any(reason in str(condition) for condition in unmet)
 
 
-def test_no_noise_and_no_steps():
-    silent = head(0.7, 0.01, 3, 0.0)
-    silent = hsa.LastIterateDpEvent(
-        noise_multiplier=np.array([1.0, 1.0, 0.0]), learning_rate=0.5, clip_norm=1.0,
-        batch_size=100, dataset_size=10_000, num_steps=3, batch_order="poisson",
-        loss=silent.loss,
-    )  # fmt: skip
+def test_a_step_without_noise_at_the_end():
+    silent = head(np.array([1.0, 1.0, 0.0]), 0.01, 3, 0.0)
     assert HiddenCoins().guarantee(silent, SPECIAL).epsilon(1e-5) == math.inf
 
+
+# --- the curve of a mixture -----------------------------------------------------------------------
 
 EPSILONS = (0.0, 1e-3, 0.3, 3.0)
 
@@ -369,34 +289,28 @@ def test_one_step_of_poisson_batches_is_the_sampled_gaussian(mu, rate):
     assert expected * (1 - 1e-9) <= composed <= expected * 1.0005
 
 
-def test_one_distance_is_gaussian():
-    for is_replaced in (False, True):
-        curve = HiddenMixtureCurve(
-            np.array([0.5, 0.5]), np.array([0.7, 0.7]), is_replaced=is_replaced
-        )
-        gaussian = GaussianCurve(1.4 if is_replaced else 0.7)
-        assert curve.mu == curve.largest_mu == gaussian.mu
-        assert curve.delta(1.0) == pytest.approx(gaussian.delta(1.0), rel=1e-11)
-        assert curve.epsilon(1e-5) == pytest.approx(gaussian.epsilon(1e-5), rel=1e-11)
-        assert curve.to_dpevent() == gaussian.to_dpevent()
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_one_distance_is_gaussian(is_replaced):
+    curve = HiddenMixtureCurve([0.5, 0.5], [0.7, 0.7], is_replaced=is_replaced)
+    gaussian = GaussianCurve(1.4 if is_replaced else 0.7)
+    assert curve.mu == curve.largest_mu == gaussian.mu
+    assert curve.delta(1.0) == pytest.approx(gaussian.delta(1.0), rel=1e-11)
+    assert curve.epsilon(1e-5) == pytest.approx(gaussian.epsilon(1e-5), rel=1e-11)
+    assert curve.to_dpevent() == gaussian.to_dpevent()
 
 
-def test_infinite_distances_add_their_probability():
-    for is_replaced in (False, True):
-        weights, mus = np.array([0.3, 0.6999, 1e-4]), np.array([0.0, 1.0, math.inf])
-        curve = HiddenMixtureCurve(weights, mus, is_replaced=is_replaced)
-        finite = HiddenMixtureCurve(
-            np.array([0.3, 0.7]), np.array([0.0, 1.0]), is_replaced=is_replaced
-        )
-        assert curve.delta(math.inf) == 1e-4
-        assert curve.epsilon(5e-5) == math.inf
-        for epsilon in (0.0, 0.5, 1.5):
-            assert curve.delta(epsilon) == pytest.approx(1e-4 + finite.delta(epsilon), rel=2e-3)
-            assert curve.quick.delta(epsilon) >= curve.delta(epsilon) * (1 - 1e-12)
-        nothing = HiddenMixtureCurve(np.array([0.5, 0.5]), np.array([0.0, math.inf]))
-        assert nothing.delta(0.0) == nothing.delta(9.0) == 0.5
-        assert nothing.epsilon(0.4) == math.inf
-        assert nothing.epsilon(0.5) == 0
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_infinite_distances_add_their_probability(is_replaced):
+    curve = HiddenMixtureCurve([0.3, 0.6999, 1e-4], [0.0, 1.0, math.inf], is_replaced=is_replaced)
+    finite = HiddenMixtureCurve([0.3, 0.7], [0.0, 1.0], is_replaced=is_replaced)
+    assert curve.delta(math.inf) == 1e-4
+    assert curve.epsilon(5e-5) == math.inf
+    for epsilon in (0.0, 0.5, 1.5):
+        assert curve.delta(epsilon) == pytest.approx(1e-4 + finite.delta(epsilon), rel=2e-3)
+        assert curve.quick.delta(epsilon) >= curve.delta(epsilon) * (1 - 1e-12)
+    nothing = HiddenMixtureCurve([0.5, 0.5], [0.0, math.inf], is_replaced=is_replaced)
+    assert nothing.delta(0.0) == nothing.delta(9.0) == 0.5
+    assert (nothing.epsilon(0.4), nothing.epsilon(0.5)) == (math.inf, 0)
 
 
 @pytest.mark.parametrize("is_replaced", [False, True])
@@ -426,15 +340,6 @@ def test_polygons_of_any_epsilon():
     assert polygon(np.array(900.0)) <= curve.delta(880.0)
 
 
-def test_a_larger_law_is_larger():
-    weights = np.full(4, 0.25)
-    for is_replaced in (False, True):
-        smaller = HiddenMixtureCurve(weights, np.arange(4.0), is_replaced=is_replaced)
-        larger = HiddenMixtureCurve(weights, np.array([0, 1, 2.2, 3]), is_replaced=is_replaced)
-        for delta in (0.1, 1e-5, 1e-10):
-            assert smaller.epsilon(delta) < larger.epsilon(delta)
-
-
 @pytest.mark.skipif(
     not hasattr(dp_accounting, "MixtureOfGaussiansDpEvent"), reason="dp-accounting is too old"
 )
@@ -444,67 +349,29 @@ def test_the_event_that_is_exported_has_the_curve():
     assert curve.epsilon(1e-5) == pytest.approx(stock.get_epsilon(1e-5), rel=1e-3)
 
 
-# --- exact laws of attacks ------------------------------------------------------------------------
-
-
-def patterns_of(rng):
-    """Steps, and the patterns of the record with their probabilities: coins, or one draw."""
-    if rng.random() < 0.5:
-        steps, rate = int(rng.integers(1, 7)), rng.choice([0.02, 0.2, 0.5])
-        found = np.array(list(itertools.product([0, 1], repeat=steps)))
-        return steps, found, rate ** found.sum(axis=1) * (1 - rate) ** (1 - found).sum(axis=1)
-    steps, period = int(rng.integers(1, 13)), int(rng.integers(1, 7))
-    found = (np.arange(steps) % period == np.arange(period)[:, None]).astype(int)
-    return steps, found, np.full(period, 1 / period)
-
-
-@pytest.mark.parametrize("is_replaced", [False, True])
-@pytest.mark.parametrize("seed", seeds(20, 3))
-def test_no_attack_refutes_a_mixture(seed, is_replaced):
-    """Of 30 runs, with linear losses: both orders. The record has slope 1, others have any."""
-    rng = np.random.default_rng([seed, is_replaced])
-    tightest = 0.0
-    for _ in range(30):
-        steps, found, weights = patterns_of(rng)
-        c = rng.uniform(0, 1.2, steps) if rng.random() < 0.5 else np.full(steps, rng.uniform(0, 1))
-        shifts, sigma = np.exp(rng.normal(size=(2, steps)) * rng.choice([0.0, 0.7], (2, 1)))
-        sigma *= rng.choice([0.3, 1.0, 2.0])
-        kept = np.append(np.cumprod(c[:0:-1])[::-1], 1.0)
-        means = found @ (kept * shifts) / math.sqrt(((kept * sigma) ** 2).sum())
-        other = rng.choice([-1.0, 0.0, 0.5]) if is_replaced else 0.0
-        mus = np.array([hsa.shifted_gdp_mu(c, shifts * pattern, sigma) for pattern in found])
-        curve = HiddenMixtureCurve(weights, mus, is_replaced=is_replaced)
-        for epsilon in rng.uniform(0, 4, 2):
-            bound = curve.delta(epsilon)
-            for pair in ((means, other * means), (other * means, means)):
-                truth = half_lines(*pair, weights, epsilon)
-                assert truth <= bound * (1 + 1e-9) + 1e-13
-                tightest = max(tightest, truth / bound if bound > 1e-9 else 0)
-    assert 0.9 < tightest
-
-
-def test_wrong_variants_are_refuted():
+@pytest.mark.parametrize(
+    ("is_replaced", "expected", "wrong"),
+    [
+        (False, 0.2104956, ([0.0, 0.0], [0.0, 2.0])),  # the other order alone
+        (True, 0.2952652, ([0.0, 0.0], [0.0, 4.0])),  # one order of another pair
+    ],
+)
+def test_one_order_of_a_step_is_refuted(is_replaced, expected, wrong):
     """Runs of linear losses whose truth is above what a wrong variant gives."""
-    one_step = np.full(2, 0.5), np.array([0.0, 2.0])
-    zero = np.zeros(2)
-    right = HiddenMixtureCurve(*one_step)
-    truth = half_lines(one_step[1], zero, one_step[0], 1.0)
-    assert truth == pytest.approx(0.2104956, rel=1e-3)
-    assert truth <= right.delta(1.0)
-    assert half_lines(zero, one_step[1], one_step[0], 1.0) == 0  # the other order alone
-    replaced = HiddenMixtureCurve(*one_step, is_replaced=True)
-    truth = half_lines(-one_step[1], one_step[1], one_step[0], 1.0)
-    assert truth == pytest.approx(0.2952652, rel=1e-3)
-    assert truth <= replaced.delta(1.0)
-    assert half_lines(zero, 2 * one_step[1], one_step[0], 1.0) == 0  # one order of another pair
+    weights, mus = np.full(2, 0.5), np.array([0.0, 2.0])
+    other = -mus if is_replaced else 0 * mus
+    truth = max(divergence(*pair, 1.0, weights) for pair in ((mus, other), (other, mus)))
+    assert truth == pytest.approx(expected, rel=1e-3)
+    assert truth <= HiddenMixtureCurve(weights, mus, is_replaced=is_replaced).delta(1.0)
+    assert divergence(*map(np.array, wrong), 1.0, weights) < 0.01 * truth
 
-    found = np.array(list(itertools.product([0, 1], repeat=3)))
-    weights = 0.1 ** found.sum(axis=1) * 0.9 ** (3 - found.sum(axis=1))
+
+def test_means_of_the_distances_are_refuted():
     kept = 0.3 ** np.arange(2, -1, -1.0)
-    means = found @ kept / math.sqrt((kept**2).sum())
-    mus = np.array([hsa.shifted_gdp_mu(0.3, np.array(row, float), np.ones(3)) for row in found])
-    truth = half_lines(means, np.zeros(8), weights, 2.0)
+    found, weights = patterns(hsa.BatchOrder.POISSON, 3, 1, 0.1)
+    truth = divergence(found @ kept / math.sqrt((kept**2).sum()), np.zeros(8), 2.0, weights)
     assert truth == pytest.approx(3.459879e-06, rel=1e-2)
+    mus, weights = mus_of_coins(0.3, np.ones(3), np.ones(3), 0.1)
     assert truth <= HiddenMixtureCurve(weights, mus).delta(2.0)
     for wrong in (float(weights @ mus), math.sqrt(float(weights @ mus**2))):
         assert GaussianCurve(wrong).delta(2.0) < 0.01 * truth

@@ -7,7 +7,7 @@ import attrs
 import mpmath
 import numpy as np
 import pytest
-from cases import seeds
+from cases import first, seeds
 from dp_accounting import NeighboringRelation
 from hypothesis import given
 from hypothesis import strategies as st
@@ -40,7 +40,7 @@ def random_problem(rng, steps):
 
 
 @pytest.mark.parametrize("seed", seeds(6))
-def test_equals_least_squares_and_sequential_quadratic_programming(seed):
+def test_equals_least_squares(seed):
     rng = np.random.default_rng(seed)
     problem = random_problem(rng, int(rng.integers(1, 13)))
     shift = float(rng.exponential()) * (rng.random() < 0.5)
@@ -59,10 +59,13 @@ def test_equals_scipy_isotonic_regression(seed):
     assert hsa.shifted_gdp_mu(c, s, sigma) ** 2 == pytest.approx(float(fit**2 @ w), rel=1e-11)
 
 
-@pytest.mark.parametrize("c", [0.3, 0.95, 0.9999])
+@pytest.mark.parametrize("c", [0.3, 0.95, 0.9999, 1.0, 1.05])
 @pytest.mark.parametrize("steps", [1, 2, 40, 3000])
 def test_full_batch_closed_form(c, steps):
-    closed = math.sqrt((1 + c) / (1 - c) * -math.expm1(steps * math.log(c)) / (1 + c**steps))
+    """Without contraction, and without a domain, composition."""
+    closed = math.sqrt(steps)
+    if c < 1:
+        closed = math.sqrt((1 + c) / (1 - c) * -math.expm1(steps * math.log(c)) / (1 + c**steps))
     assert hsa.shifted_gdp_mu(c, np.full(steps, 3.0), 2.0) == pytest.approx(1.5 * closed, rel=1e-10)
 
 
@@ -78,15 +81,6 @@ def test_cyclic_closed_form_of_the_last_batch(c, period, epochs):
     assert hsa.shifted_gdp_mu(c, sensitivity, 1.0) == pytest.approx(closed, rel=1e-10)
 
 
-def test_reference_values():
-    assert hsa.shifted_gdp_mu([0.95] * 40, 1.0, 1.0) == pytest.approx(5.48794625246674, abs=1e-11)
-    sensitivity = np.zeros(2000)
-    sensitivity[39::40] = 2 / 3
-    assert hsa.shifted_gdp_mu(0.9999, sensitivity, 1.0) == pytest.approx(
-        0.99249139689816, abs=1e-11
-    )
-
-
 @pytest.mark.parametrize("seed", seeds(6))
 def test_minimum_over_windows_equals_brute_force(seed):
     rng = np.random.default_rng(seed)
@@ -94,12 +88,9 @@ def test_minimum_over_windows_equals_brute_force(seed):
     c, s, sigma = random_problem(rng, steps)
     kappa, drift = c * rng.uniform(0.5, 1.2, steps), s + rng.exponential(2.0, steps)
     diameter = float(rng.choice([np.inf, rng.exponential(2.0)]))
-    process = hsa.process.noisy_process.NoisyProcess(
-        c, s, sigma, kappa, drift, diameter, 1, (0,), (), is_constant=False
-    )
-    engine = hsa.bounds.shifted_interpolation.worst_mu_squared(process)
-    brute = windows_mu_squared(c, s, sigma, kappa, drift, diameter)
-    assert engine == pytest.approx(brute, rel=1e-10)
+    arrays = c, s, sigma, kappa, drift, diameter
+    process = NoisyProcess(*arrays, 1, (0,), (), is_constant=False)
+    assert worst_mu_squared(process) == pytest.approx(windows_mu_squared(*arrays), rel=1e-10)
 
 
 def test_windows_of_a_long_run_with_many_blocks():
@@ -120,18 +111,10 @@ def test_windows_of_a_long_run_with_many_blocks():
 def test_cost_with_equals_pushing(seed, grows_left):
     rng = np.random.default_rng(seed)
     stack = BlockStack(grows_left=grows_left)
-    blocks = [
-        (float(s), float(w), int(k))
-        for s, w, k in zip(
-            rng.exponential(size=200),
-            rng.exponential(size=200),
-            rng.integers(-3, 3, 200),
-            strict=True,
-        )
-    ]
-    ramp = np.linspace(3, 0.1, 200) if grows_left else np.linspace(0.1, 3, 200)
-    for index, (s, w, k) in enumerate(blocks):
-        block = (s * ramp[index], w, 0 if rng.random() < 0.5 else k)
+    ramp = np.linspace(*((3, 0.1) if grows_left else (0.1, 3)), 200)
+    shifts, weights = ramp * rng.exponential(size=200), rng.exponential(size=200)
+    exponents = rng.integers(-3, 3, 200) * (rng.random(200) < 0.5)
+    for block in zip(shifts.tolist(), weights.tolist(), exponents.tolist(), strict=True):
         expected = stack.cost_with(block)
         stack.push(block)
         assert stack.cost == pytest.approx(expected, rel=1e-12)
@@ -165,40 +148,16 @@ def _exact_mu_squared(contraction, sensitivity):
         return float(sum(s * s / w for s, w in blocks))
 
 
-def test_down_then_up_is_not_forgotten():
-    # Seen from the end, an expansion by e**2000 comes after a contraction by e**-2000.
-    c = np.concatenate((np.full(200, math.exp(10)), np.full(200, math.exp(-10))))
-    sensitivity = np.zeros(400)
-    sensitivity[0] = 1.0
-    mu = hsa.shifted_gdp_mu(c, sensitivity, 1.0)
-    assert mu == pytest.approx(math.exp(-10) * math.sqrt(1 - math.exp(-20)), rel=1e-8)
-    assert mu == pytest.approx(math.sqrt(_exact_mu_squared(c, sensitivity)), rel=1e-11)
-
-
-class TestDegenerateSteps:
-    def test_steps_without_learning_rate_change_nothing(self):
-        c, s, sigma = [0.9, 0.8, 0.7], [1.0, 2.0, 0.5], [1.0, 0.5, 2.0]
-        padded = [
-            np.insert(np.array(a), [0, 1, 3], v) for a, v in ((c, 1.0), (s, 0.0), (sigma, 0.0))
-        ]
-        assert hsa.shifted_gdp_mu(*padded) == pytest.approx(
-            hsa.shifted_gdp_mu(c, s, sigma), rel=1e-14
-        )
-
-    def test_zero_contraction_forgets(self):
-        assert hsa.shifted_gdp_mu([0.9, 0.0, 0.9], [9.0, 1.0, 1.0], 1.0, 5.0) == pytest.approx(
-            hsa.shifted_gdp_mu([0.9, 0.9], [1.0, 1.0], 1.0), rel=1e-14
-        )
-
-    def test_zero_noise_waits_for_later_noise(self):
-        assert hsa.shifted_gdp_mu([1.0, 1.0], [1.0, 1.0], [0.0, 1.0]) == pytest.approx(2.0)
-
-    def test_zero_noise_at_the_end_is_infinite(self):
-        assert hsa.shifted_gdp_mu([1.0, 1.0], [1.0, 1.0], [1.0, 0.0]) == math.inf
-        assert hsa.shifted_gdp_mu([1.0], [1.0], [0.0]) == math.inf
-
-    def test_nothing_to_hide(self):
-        assert hsa.shifted_gdp_mu([1.0, 1.0], [0.0, 0.0], [0.0, 0.0]) == 0.0
+def test_degenerate_steps():
+    mu = hsa.shifted_gdp_mu
+    c, s, sigma = [0.9, 0.8, 0.7], [1.0, 2.0, 0.5], [1.0, 0.5, 2.0]
+    padded = [np.insert(np.array(a), [0, 1, 3], v) for a, v in ((c, 1.0), (s, 0.0), (sigma, 0.0))]
+    assert mu(*padded) == pytest.approx(mu(c, s, sigma), rel=1e-14)  # no learning rate
+    forgets = mu([0.9, 0.0, 0.9], [9.0, 1.0, 1.0], 1.0, 5.0)
+    assert forgets == pytest.approx(mu([0.9, 0.9], [1.0, 1.0], 1.0), rel=1e-14)
+    assert mu([1.0, 1.0], [1.0, 1.0], [0.0, 1.0]) == pytest.approx(2.0)  # waits for later noise
+    assert mu([1.0, 1.0], [1.0, 1.0], [1.0, 0.0]) == mu([1.0], [1.0], [0.0]) == math.inf
+    assert mu([1.0, 1.0], [0.0, 0.0], [0.0, 0.0]) == 0.0
 
 
 @given(
@@ -227,12 +186,6 @@ def test_scale_invariance():
     mu = hsa.shifted_gdp_mu(c, s, sigma, 0.3)
     for unit in (1e-120, 1e120):
         assert hsa.shifted_gdp_mu(c, s * unit, sigma * unit, 0.3 * unit) == pytest.approx(mu)
-
-
-@pytest.mark.parametrize("c", [1.0, 1.05])
-def test_no_amplification_without_contraction(c):
-    # s/sigma^2 constant, c >= 1, no domain: the optimum is composition.
-    assert hsa.shifted_gdp_mu(np.full(50, c), 2.0, 1.0) == pytest.approx(2 * math.sqrt(50))
 
 
 @pytest.mark.parametrize(
@@ -307,25 +260,19 @@ def test_the_worst_position_is_looked_at_through_its_windows(seed, monkeypatch):
 def test_a_window_is_never_longer_than_the_segment():
     """Releases: each segment has its own, and costs of several positions have none."""
     process = attrs.evolve(random_process(np.random.default_rng(5)), release_steps=(20, 21))
-    stops = (20, 21, process.num_steps)
+    names = ("contraction", "sensitivity", "noise_std", "drift_contraction", "drift")
     for position in process.positions:
         one = attrs.evolve(process, positions=(position,))
-        parts, start = 0.0, 0
-        for stop in stops:
-            inside = slice(start, stop)
+        total = 0.0
+        for start, stop in itertools.pairwise((0, 20, 21, process.num_steps)):
             cut = attrs.evolve(
                 one,
                 release_steps=(),
                 positions=((position - start) % process.period,),
-                **{
-                    name: getattr(one, name)[inside]
-                    for name in (
-                        "contraction", "sensitivity", "noise_std", "drift_contraction", "drift",
-                    )
-                },
-            )  # fmt: skip
-            parts, start = parts + worst_mu_squared(cut), stop
-        assert worst_mu_squared(one) == pytest.approx(parts, rel=1e-9)
+                **{name: getattr(one, name)[start:stop] for name in names},
+            )
+            total += worst_mu_squared(cut)
+        assert worst_mu_squared(one) == pytest.approx(total, rel=1e-9)
 
 
 @pytest.mark.parametrize("rate", [-0.95, 0.95])
@@ -343,27 +290,8 @@ def test_products_of_blocks_stay_in_range(rate):
         assert found[position] == pytest.approx(alone, rel=1e-9)
 
 
-def test_what_underflows_costs_nothing_that_counts():
-    """The second position has mu = 1e-170, whose square no double holds."""
-    ones = np.ones(2)
-    process = NoisyProcess(
-        ones, np.array([1.0, 1e-170]), ones, ones, np.full(2, np.inf), np.inf, 2, range(2), (),
-        is_constant=False,
-    )  # fmt: skip
-    first, second = mu_squared_by_position(process)
-    assert first == pytest.approx(0.5)
-    assert second < 1e-90
-
-
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
 MODULI = (0.0, 1e-3, 0.3, 0.9, 1 - 1e-4, 1 - 1e-9, 1.0, 1 + 1e-9, 1.001, 1.4)
-
-EQUAL_STEPS = ("full", "cyclic", "without_replacement", "poisson")
-
-
-def scanned(event):
-    """The process of a constant run, of which nobody says that its steps are equal."""
-    return attrs.evolve(noisy_process(event, SPECIAL), is_constant=False)
 
 
 @pytest.mark.parametrize("c", MODULI)
@@ -429,33 +357,23 @@ def short_is_long(monkeypatch):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_long_runs_equal_their_scan(name, short_is_long):
-    scan = worst_mu_squared(scanned(RUNS[name]))
-    assert worst_mu_squared(noisy_process(RUNS[name], SPECIAL)) == pytest.approx(scan, rel=1e-9)
-
-
-@pytest.mark.parametrize("name", RUNS)
 @pytest.mark.parametrize("releases", [(), (150, 399)])
-def test_all_positions_of_long_runs_equal_their_scan(name, releases, short_is_long):
-    event = attrs.evolve(RUNS[name], release_steps=releases)
-    scan = mu_squared_by_position(scanned(event))
-    found = mu_squared_by_position(noisy_process(event, SPECIAL))
-    assert found == pytest.approx(scan, rel=1e-9)
+def test_long_runs_equal_their_scan(name, releases, short_is_long):
+    """A process of which nobody says that its steps are equal is scanned."""
+    process = noisy_process(attrs.evolve(RUNS[name], release_steps=releases), SPECIAL)
+    scanned = attrs.evolve(process, is_constant=False)
+    for engine in (worst_mu_squared, mu_squared_by_position):
+        assert engine(process) == pytest.approx(engine(scanned), rel=1e-9)
 
 
 def test_segments_that_are_shorter_than_an_epoch():
     """All positions at once, and each by itself: between two releases few of them take part."""
-    event = cyclic_run(num_steps=14, release_steps=(5, 7, 8, 13))
-    event = attrs.evolve(event, learning_rate=np.linspace(0.5, 0.2, 14))
-    period = event.batches_per_epoch
-    assert period > 2
-    together = mu_squared_by_position(noisy_process(event, SPECIAL))
-    alone = [
-        mu_squared_by_position(attrs.evolve(noisy_process(event, SPECIAL), positions=(p,)))[0]
-        for p in range(period)
-    ]
-    assert len(set(alone)) == period
-    assert together == pytest.approx(np.array(alone), rel=1e-12)
+    rates = np.linspace(0.5, 0.2, 14)
+    event = cyclic_run(num_steps=14, release_steps=(5, 7, 8, 13), learning_rate=rates)
+    process = noisy_process(event, SPECIAL)
+    alone = [mu_squared_by_position(attrs.evolve(process, positions=(p,)))[0] for p in range(4)]
+    assert len(set(alone)) == process.period == 4
+    assert mu_squared_by_position(process) == pytest.approx(np.array(alone), rel=1e-12)
 
 
 @pytest.mark.parametrize("changes", [{}, {"weight_decay": 0.0, "domain_diameter": 0.7}])
@@ -490,15 +408,13 @@ def test_distances_before_a_tail_are_never_below_the_tracked_ones(c, kappa):
 
 
 @pytest.mark.parametrize(
-    ("order", "diameter"),
-    [
-        *itertools.product(EQUAL_STEPS, (np.inf, 0.7)),
-        *(
-            pytest.param(*slow, marks=pytest.mark.exhaustive)
-            for slow in itertools.product(("shuffled_once", "reshuffled"), (np.inf, 0.7))
-        ),
-    ],
+    "order",
+    first(
+        4,
+        ["full", "cyclic", "without_replacement", "poisson", "shuffled_once", "reshuffled"],
+    ),
 )
+@pytest.mark.parametrize("diameter", [np.inf, 0.7])
 def test_a_run_of_a_hundred_million_steps(order, diameter):
     """No array is as long as the run: some of 800 megabytes each would not go unnoticed."""
     make = full_run if order == "full" else cyclic_run
