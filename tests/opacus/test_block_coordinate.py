@@ -36,10 +36,6 @@ def half_squares(outputs, targets):
     return ((outputs - targets) ** 2).sum(dim=1).mean() / 2
 
 
-def summed(outputs, targets):
-    return len(outputs) * half_squares(outputs, targets)
-
-
 class Session:
     """An engine, a model with one or two blocks, and the shortest loop."""
 
@@ -145,20 +141,21 @@ def test_every_step_is_that_of_the_reference(regulariser, num_blocks):
     assert len(run.optimizer.blocks) == num_blocks
 
 
-@pytest.mark.parametrize(
-    ("num_blocks", "way"),
-    [
-        (1, {"grad_sample_mode": "functorch"}),
-        (2, {"grad_sample_mode": "ew"}),
-        (2, {"loss_reduction": "sum", "sgd": {"lr": RATE / SIZE}, "criterion": summed}),
-    ],
-)
-def test_other_ways_to_the_same_steps(num_blocks, way):
-    options = {"noise_multiplier": 0.0, "mechanism": BlockCoordinate(l1=0.02, l2=0.1)}
-    usual = Session(num_blocks, grad_sample_mode="hooks", **options).train(2)
-    run = Session(num_blocks, **options, **way).train(2)
+@pytest.mark.parametrize(("num_blocks", "mode"), [(1, "functorch"), (2, "ew")])
+def test_other_ways_to_per_example_gradients(num_blocks, mode):
+    usual, run = (
+        Session(num_blocks, noise_multiplier=0.0, grad_sample_mode=each).train(2)
+        for each in ("hooks", mode)
+    )
     np.testing.assert_allclose(run.weights, usual.weights, rtol=0, atol=1e-13)
-    assert run.event == usual.event
+
+
+def test_a_sum_has_the_event_of_the_mean():
+    mean, total = (
+        Session(loss_reduction=reduction, sgd={"lr": rate}).train()
+        for reduction, rate in (("mean", RATE), ("sum", RATE / SIZE))
+    )
+    assert total.event == mean.event
 
 
 # --- the account ----------------------------------------------------------------------------------

@@ -175,6 +175,7 @@ def test_cuda(make_dice, tmp_path):
 @pytest.mark.parametrize("relation", list(NeighboringRelation))
 @pytest.mark.parametrize("order", ORDERS)
 def test_event_and_epsilon(make_dice, order, relation):
+    """Every iterate is covered, and the update rule sees noisy updates only."""
     engine = HiddenStatePrivacyEngine(neighboring_relation=relation)
     adds = relation is NeighboringRelation.ADD_OR_REMOVE_ONE
     if adds and order != "poisson":
@@ -183,12 +184,17 @@ def test_event_and_epsilon(make_dice, order, relation):
         return
     rate = 1 / 6 if adds else None
     dealt = Batches("poisson", sampling_rate=rate, batch_size=10) if adds else order
-    run = make_dice(engine=engine, batch_order=dealt, gradient_bound=BOUND)
+    rule = {"momentum": 0.9, "weight_decay": 0.1}
+    run = make_dice(engine=engine, batch_order=dealt, gradient_bound=BOUND, base=rule)
+    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.5)
+    run.epoch()
+    scheduler.step()
+    run.engine.release()
     run.epoch()
     batch = 60 if order == "full" else 10
     event = hsa.DiceSgdDpEvent(
         noise_std=20.0 * CLIP / batch, clip_norm=CLIP, error_clip_norm=ERROR_CLIP,
-        batch_size=batch, dataset_size=60, num_steps=60 // batch, batch_order=order,
+        batch_size=batch, dataset_size=60, num_steps=120 // batch, batch_order=order,
         gradient_bound=BOUND, sampling_rate=rate,
     )  # fmt: skip
     assert run.engine.privacy_event == event
@@ -224,19 +230,6 @@ def test_what_one_record_does_is_within_the_bound(make_dice, size, automatic, or
         ends.append(np.array(updates))
     allowed = run.engine.accountant.guarantee.mu * run.engine.privacy_event.noise_std
     assert 0.05 * allowed < np.linalg.norm(ends[0] - ends[1]) <= allowed * (1 + 1e-9)
-
-
-def test_releases_and_learning_rates_cost_nothing(make_dice):
-    """Every iterate is covered, and the update rule sees noisy updates only."""
-    plain, run = make_dice(), make_dice(base={"momentum": 0.9, "weight_decay": 0.1})
-    scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, 1, 0.5)
-    for _ in range(2):
-        plain.epoch()
-        run.epoch()
-        run.engine.release()
-        scheduler.step()
-    assert run.engine.get_epsilon(DELTA) == plain.engine.get_epsilon(DELTA)
-    assert run.engine.privacy_event == plain.engine.privacy_event
 
 
 def test_one_after_the_other(make_run, make_dice, dataset):

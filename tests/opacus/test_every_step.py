@@ -57,7 +57,6 @@ GUARDED = [
 
 @pytest.mark.parametrize(("kind", "is_cut"), GUARDED)
 def test_a_guard_that_acts_late_is_refused(make_run, kind, is_cut):
-    """4.377 was reported for a known loss; at least 15 is true of the last iterate."""
     run = a_run(make_run, kind)
     with (
         in_pieces(run, 4) if is_cut else contextlib.nullcontext(run.loader) as loader,
@@ -97,7 +96,7 @@ BOX = Box(1.0)
     ],
 )
 def test_what_goes_in_beside_the_records(make_run, by, text):
-    """A guard as a number, or in an object, was accepted: only tensors were compared."""
+    """A guard may be a number, or in an object."""
     run = a_run(make_run, "declared loss of a head", model=Scaled, feature_norm=None)
 
     def epoch():
@@ -211,7 +210,7 @@ PASSES = [
     "kind", ["known loss", "DiceSGD of a known loss", "declared loss of a head"]
 )
 def test_outputs_of_other_weights_are_refused(make_run, dataset, kind, output_of, text):
-    """4.377 was reported, and up to 82 is true. Nothing is left behind when the step is taken."""
+    """Nothing is left behind when the step is taken."""
     run = a_run(make_run, kind, data=dataset)
     run.plain_model.register_forward_pre_hook(lambda head, args: None)
     batches = iter(run.loader)
@@ -315,7 +314,6 @@ class OnItsOutputs(nn.Module):
 
 
 def test_a_head_on_its_own_outputs_is_no_linear_model(make_run):
-    """It was accounted as convex."""
     run = make_run(model=OnItsOutputs())
     with pytest.raises(UnsupportedRunError, match="features that do not depend on the linear"):
         run.epoch()
@@ -335,7 +333,6 @@ class WithFeatures(nn.Module):
 
 
 def test_features_that_the_loop_mixes_before_the_head(make_run):
-    """They were taken for those of the pass before, which the model took from the batch."""
     run = make_run(model=WithFeatures())
     records, labels = next(iter(run.loader))
     features = run.model(records, returns_features=True)
