@@ -4,9 +4,7 @@ The gradient at the outputs of the head is compared with the formula of the loss
 compute by an object, a function, a chain of functions, inside of the model, on `.logits`.
 """
 
-import copy
 import functools
-import types
 
 import attrs
 import pytest
@@ -15,7 +13,7 @@ import torch.nn.functional as F
 from opacus import PrivacyEngine
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants import LossGeometry
@@ -25,9 +23,8 @@ from hidden_state_adapters.opacus import (
     EnvelopeCrossEntropyLoss,
     EnvelopeHingeLoss,
     EnvelopeSquaredErrorLoss,
-    HiddenStatePrivacyEngine,
 )
-from hidden_state_adapters.opacus.criteria import KnownCriterion, as_module, auto_loss_geometry
+from hidden_state_adapters.opacus.criteria import KnownCriterion, auto_loss_geometry
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 
@@ -35,8 +32,10 @@ DELTA = 1e-5
 LINEAR, MANY = nn.Linear(4, 1), nn.Linear(4, 3)
 ENVELOPE = {"clip_norm": 0.3, "smoothing": 2.0}
 SMOOTHED = functools.partial(F.cross_entropy, label_smoothing=0.1)
+SMOOTH_L1 = functools.partial(F.smooth_l1_loss, beta=0.5)
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0], dtype=torch.float64)
 SUM = {"reduction": "sum"}
+CONVEX = LossGeometry.convex(1.0)
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -124,142 +123,87 @@ def test_a_label_that_is_no_class_has_no_slopes(criterion):
     assert slopes.isnan().any(dim=1).tolist() == [False, True, False, True]
 
 
-FUNCTIONS = [
-        (F.cross_entropy, nn.CrossEntropyLoss()),
-        (functools.partial(F.cross_entropy, label_smoothing=0.1),
-         nn.CrossEntropyLoss(label_smoothing=0.1)),
-        (F.nll_loss, nn.CrossEntropyLoss()),
-        (nn.NLLLoss(), nn.CrossEntropyLoss()),
-        (F.binary_cross_entropy_with_logits, nn.BCEWithLogitsLoss()),
-        (functools.partial(F.binary_cross_entropy_with_logits, pos_weight=WEIGHTS),
-         nn.BCEWithLogitsLoss(pos_weight=WEIGHTS)),
-        (F.mse_loss, nn.MSELoss()),
-        (functools.partial(F.huber_loss, delta=0.2), nn.HuberLoss(delta=0.2)),
-        (F.smooth_l1_loss, nn.SmoothL1Loss()),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("function", "module"), FUNCTIONS)
-def test_functions_are_their_modules(function, module):
-    assert auto_loss_geometry(MANY, function, 1.0) == auto_loss_geometry(MANY, module, 1.0)
-
-
 def hooked():
     model = nn.Linear(4, 3)
     model.register_forward_hook(lambda module, args, output: 2 * output)
     return model
 
 
-def half_frozen():
-    model = nn.Linear(4, 3)
-    model.bias.requires_grad_(False)
-    return model
-
-
 @pytest.mark.parametrize(
-    ("model", "criterion", "feature_norm", "text"),
+    ("model", "criterion", "text"),
     [
-        (MANY, nn.MultiMarginLoss(), 1.0, "knows nn.CrossEntropyLoss"),
-        (MANY, F.l1_loss, 1.0, "got <function l1_loss"),
-        (MANY, functools.partial(F.cross_entropy, None), 1.0, "got functools.partial"),
-        (MANY, nn.CrossEntropyLoss, 1.0, "got <class 'torch.*CrossEntropyLoss'>"),
-        (MANY, nn.CrossEntropyLoss(weight=torch.ones(3)), 1.0,
+        (MANY, nn.MultiMarginLoss(), "knows nn.CrossEntropyLoss"),
+        (MANY, F.l1_loss, "got <function l1_loss"),
+        (MANY, functools.partial(F.cross_entropy, None), "got functools.partial"),
+        (MANY, nn.CrossEntropyLoss(weight=torch.ones(3)),
          r'the label of one record rescales all others. Use CrossEntropyLoss\(.*reduction="sum"'),
-        (MANY, nn.CrossEntropyLoss(ignore_index=0), 1.0, "ignore_index"),
-        (MANY, nn.CrossEntropyLoss(reduction="sum"), 1.0, "reduction = 'mean'"),
-        (MANY, nn.CrossEntropyLoss(reduction="none"), 1.0, "reduction = 'mean'"),
-        (LINEAR, nn.BCEWithLogitsLoss(pos_weight=torch.ones(7)), 1.0, "pos_weight with a finite"),
-        (LINEAR, nn.BCEWithLogitsLoss(weight=torch.ones(7)), 1.0, "of single records belong"),
-        (MANY, nn.BCEWithLogitsLoss(weight=torch.ones(7, 1)), 1.0, "weight with a finite number"),
-        (MANY, nn.BCEWithLogitsLoss(pos_weight=-torch.ones(3)), 1.0, "finite number >= 0"),
-        (MANY, nn.BCEWithLogitsLoss(weight=torch.zeros(3)), 1.0, "not all 0"),
-        (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3)), nn.CrossEntropyLoss(), 1.0,
-         "got trainable Linear, Linear"),
-        (nn.Sequential(MANY, nn.ReLU()), nn.CrossEntropyLoss(), 1.0, "ReLU after it"),
-        (nn.Sequential(MANY, nn.LogSoftmax(1)), nn.MSELoss(), 1.0, "LogSoftmax after it"),
-        (nn.Sequential(nn.Sequential(MANY), nn.Identity(), nn.Tanh()), nn.CrossEntropyLoss(), 1.0,
+        (MANY, nn.CrossEntropyLoss(ignore_index=0), "ignore_index"),
+        (MANY, nn.CrossEntropyLoss(reduction="sum"), "reduction = 'mean'"),
+        (LINEAR, nn.BCEWithLogitsLoss(pos_weight=torch.ones(7)), "pos_weight with a finite"),
+        (MANY, nn.BCEWithLogitsLoss(weight=torch.ones(7, 1)), "of single records belong"),
+        (MANY, nn.BCEWithLogitsLoss(pos_weight=-torch.ones(3)), "finite number >= 0"),
+        (MANY, nn.BCEWithLogitsLoss(weight=torch.zeros(3)), "not all 0"),
+        (nn.Sequential(nn.Linear(4, 4), MANY), nn.CrossEntropyLoss(), "got trainable Linear, Lin"),
+        (nn.Sequential(MANY, nn.LogSoftmax(1)), nn.MSELoss(), "LogSoftmax after it"),
+        (nn.Sequential(nn.Sequential(MANY), nn.Identity(), nn.Tanh()), nn.CrossEntropyLoss(),
          "Tanh after it"),
-        (nn.Conv1d(4, 3, 1), nn.CrossEntropyLoss(), 1.0, "got trainable Conv1d"),
-        (nn.Linear(4, 3).requires_grad_(False), nn.CrossEntropyLoss(), 1.0, "got trainable -"),
-        (hooked(), nn.CrossEntropyLoss(), 1.0, "a forward hook on Linear"),
-        (LINEAR, nn.SmoothL1Loss(beta=0.0), 1.0, "got SmoothL1Loss"),
-        (MANY, EnvelopeHingeLoss(**ENVELOPE), 1.0, "got EnvelopeHingeLoss.* of 3 outputs"),
-        (half_frozen(), nn.CrossEntropyLoss(), 1.0, "got trainable Linear in part"),
-        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.CrossEntropyLoss(), 1.0,
+        (nn.Conv1d(4, 3, 1), nn.CrossEntropyLoss(), "got trainable Conv1d"),
+        (nn.Linear(4, 3).requires_grad_(False), nn.CrossEntropyLoss(), "got trainable -"),
+        (hooked(), nn.CrossEntropyLoss(), "a forward hook on Linear"),
+        (LINEAR, nn.SmoothL1Loss(beta=0.0), "got SmoothL1Loss"),
+        (MANY, EnvelopeHingeLoss(**ENVELOPE), "got EnvelopeHingeLoss.* of 3 outputs"),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(4, 3)), nn.CrossEntropyLoss(),
          "ParametrizedLinear"),
     ],
 )  # fmt: skip
-def test_what_auto_does_not_know(model, criterion, feature_norm, text):
+def test_what_auto_does_not_know(model, criterion, text):
     with pytest.raises(hsa.UnsupportedRunError, match=text):
-        auto_loss_geometry(model, criterion, feature_norm)
+        auto_loss_geometry(model, criterion, 1.0)
 
 
-def test_other_callables_are_left_alone(make_run):
-    """With a declared geometry the criterion may be anything."""
+@pytest.mark.parametrize(("norm", "error"), [(0.0, ValueError), (None, TypeError)])
+def test_the_norm_of_features_is_told(norm, error):
+    with pytest.raises(error, match="feature_norm"):
+        auto_loss_geometry(MANY, nn.CrossEntropyLoss(), norm)
+
+
+def test_with_a_declared_geometry_the_criterion_may_be_anything(make_run):
     criterion = functools.partial(torch.add, torch.ones(()))
-    loss = LossGeometry.convex(1.0)
-    make_run(criterion=criterion, loss_geometry=loss, feature_norm=None)
-
-
-def test_arguments_beside_the_criterion():
-    geometry = auto_loss_geometry(MANY, nn.CrossEntropyLoss(**SUM), 1.0, "sum")
-    assert geometry == LossGeometry.softmax_cross_entropy(1.0, bias=True)
-    for norm, error in ((0.0, ValueError), (float("nan"), ValueError), (None, TypeError)):
-        with pytest.raises(error, match="feature_norm"):
-            auto_loss_geometry(MANY, nn.CrossEntropyLoss(), norm)
-
-
-# Several layers.
+    make_run(criterion=criterion, loss_geometry=CONVEX)
 
 
 def mlp():
-    return nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    return nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 3))
 
 
-def begun(module, groups=None, engine=None, **arguments):
-    engine = engine or HiddenStatePrivacyEngine()
-    given = {"batch_order": "cyclic"} if isinstance(engine, HiddenStatePrivacyEngine) else {}
-    params = [p for p in module.parameters() if p.requires_grad]
-    data = TensorDataset(torch.randn(8, 4), torch.arange(8) % 2)
-    engine.make_private(
-        module=module,
-        optimizer=torch.optim.SGD(params if groups is None else groups, lr=0.1),
-        data_loader=DataLoader(data, batch_size=4),
-        noise_multiplier=1.0,
-        max_grad_norm=0.5,
-        **given,
-        **arguments,
-    )
-    return engine
-
-
-CONVEX = LossGeometry.convex(1.0)
-
-
-def test_a_convex_loss_is_that_of_one_trained_layer():
+def test_a_convex_loss_is_that_of_one_trained_layer(make_run, make_loader):
     """62.24 became 14.60 where the refusal of criterion= was followed."""
     text = "got Linear, Linear: no loss is convex"
+    blocks = {"mechanism": BlockCoordinate(), "loss_geometry": CONVEX}
     for loss in (CONVEX, LossGeometry.linear(1.0), LossGeometry.weakly_convex(1.0, 0.0)):
         with pytest.raises(hsa.UnsupportedRunError, match=text):
-            begun(mlp(), loss_geometry=loss)
-    begun(mlp(), loss_geometry=LossGeometry.weakly_convex(1.0, 0.5))
-    module = mlp()
-    module[0].requires_grad_(False)
-    begun(module, loss_geometry=CONVEX)
-    module = mlp()
-    blocks = {"mechanism": BlockCoordinate(), "loss_geometry": CONVEX}
-    begun(module, [{"params": part.parameters()} for part in (module[0], module[2])], **blocks)
+            make_run(model=mlp(), loss_geometry=loss)
     with pytest.raises(hsa.UnsupportedRunError, match=text):
-        begun(mlp(), **blocks)
-    engine = begun(mlp(), engine=PrivacyEngine(accountant="hidden_state"), poisson_sampling=False)
+        make_run(model=mlp(), sgd={"weight_decay": 0.0}, **blocks)
+    make_run(model=mlp(), loss_geometry=LossGeometry.weakly_convex(1.0, 0.5))
+    frozen, module = mlp(), mlp()
+    frozen[0].requires_grad_(False)
+    make_run(model=frozen, loss_geometry=CONVEX)
+    layers = [{"params": part.parameters()} for part in (module[0], module[2])]
+    make_run(model=module, optimizer=torch.optim.SGD(layers, lr=0.1), **blocks)
+    with pytest.raises(hsa.UnsupportedRunError, match="Leave out criterion= and") as error:
+        make_run(model=mlp())
+    assert "LossGeometry" not in str(error.value)
+    engine, module = PrivacyEngine(accountant="hidden_state"), mlp()
+    engine.make_private(
+        module=module, optimizer=torch.optim.SGD(module.parameters(), lr=0.1),
+        data_loader=make_loader(), noise_multiplier=1.0, max_grad_norm=1.0, poisson_sampling=False,
+    )  # fmt: skip
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         engine.accountant.declare_run(loss_geometry=CONVEX)
-    with pytest.raises(hsa.UnsupportedRunError, match="Leave out criterion= and") as error:
-        begun(mlp(), criterion=nn.CrossEntropyLoss(), feature_norm=1.0)
-    assert "LossGeometry" not in str(error.value)
 
 
-# Losses of a loop.
+# --- losses of a loop -----------------------------------------------------------------------------
 
 
 def labels_of(kind, records=60):
@@ -267,7 +211,8 @@ def labels_of(kind, records=60):
     generator = torch.Generator().manual_seed(1)
     return {
         "classes": torch.arange(records) % 3,
-        "one label": (torch.arange(records) % 2).float().reshape(-1, 1),
+        "probabilities": torch.randn(records, 3, generator=generator).softmax(dim=1),
+        "label": (torch.arange(records) % 2).float().reshape(-1, 1),
         "labels": torch.randint(0, 2, (records, 3), generator=generator).float(),
         "number": torch.randn(records, 1, generator=generator),
         "numbers": torch.randn(records, 3, generator=generator),
@@ -280,10 +225,9 @@ def make(make_run, dataset):
 
     def make(kind="classes", **arguments):
         data = TensorDataset(dataset.tensors[0], labels_of(kind))
-        outputs = 1 if kind in ("one label", "number") else 3
-        loader = {"dataset": data, **arguments.pop("loader", {})}
+        outputs = 1 if kind in ("label", "number") else 3
         arguments = {"model": nn.Linear(5, outputs), "max_grad_norm": 2.1, **arguments}
-        return make_run(loader=loader, **arguments)
+        return make_run(loader={"dataset": data}, **arguments)
 
     return make
 
@@ -295,41 +239,43 @@ def epoch(run, loss, loader=None):
         run.optimizer.step()
 
 
-def negative_log_likelihood(output, labels):
-    return F.nll_loss(F.log_softmax(output, dim=1), labels)
+def likelihood(z, y):
+    return F.nll_loss(F.log_softmax(z, dim=1), y)
 
 
-def by_hand(output, labels):
-    return -(F.one_hot(labels, 3) * torch.log_softmax(output, 1)).sum(dim=1).mean()
+def logistic(z, y):
+    return -F.logsigmoid(torch.where(y > 0, z, -z)).mean()
 
 
-def logistic_by_hand(output, labels):
-    return -F.logsigmoid(torch.where(labels > 0, output, -output)).mean()
+def of_lists(loss):
+    return lambda z, y: loss(z[:, 0], y.squeeze(1))
 
 
+ENTROPY, LOGISTIC = nn.CrossEntropyLoss(), nn.BCEWithLogitsLoss()
 HONEST = [
-    ("classes", nn.CrossEntropyLoss(), F.cross_entropy),
-    ("classes", F.cross_entropy, F.cross_entropy),
-    ("classes", F.cross_entropy, by_hand),
-    ("classes", nn.CrossEntropyLoss(label_smoothing=0.1), SMOOTHED),
-    ("classes", F.nll_loss, negative_log_likelihood),
-    ("classes", nn.NLLLoss(), negative_log_likelihood),
-    ("one label", F.binary_cross_entropy_with_logits, F.binary_cross_entropy_with_logits),
-    ("one label", nn.BCEWithLogitsLoss(), logistic_by_hand),
-    ("labels", F.binary_cross_entropy_with_logits, F.binary_cross_entropy_with_logits),
-    ("number", F.mse_loss, F.mse_loss),
-    ("numbers", F.mse_loss, F.mse_loss),
-    ("number", F.huber_loss, F.huber_loss),
-    ("numbers", functools.partial(F.smooth_l1_loss, beta=0.5),
-     functools.partial(F.smooth_l1_loss, beta=0.5)),
+    ("classes", F.cross_entropy, ENTROPY,
+     lambda z, y: -(F.one_hot(y, 3) * torch.log_softmax(z, 1)).sum(dim=1).mean()),
+    ("classes", SMOOTHED, nn.CrossEntropyLoss(label_smoothing=0.1), SMOOTHED),
+    ("probabilities", F.cross_entropy, ENTROPY, F.cross_entropy),
+    ("classes", F.nll_loss, ENTROPY, likelihood),
+    ("classes", nn.NLLLoss(), ENTROPY, likelihood),
+    ("label", F.binary_cross_entropy_with_logits, LOGISTIC, logistic),
+    ("labels", F.binary_cross_entropy_with_logits, LOGISTIC, LOGISTIC),
+    ("number", F.mse_loss, nn.MSELoss(), F.mse_loss),
+    ("numbers", F.mse_loss, nn.MSELoss(), F.mse_loss),
+    ("number", F.huber_loss, nn.HuberLoss(), F.huber_loss),
+    ("numbers", SMOOTH_L1, nn.SmoothL1Loss(beta=0.5), SMOOTH_L1),
+    # Other shapes of the same outputs.
+    ("number", F.mse_loss, nn.MSELoss(), of_lists(F.mse_loss)),
+    ("label", LOGISTIC, LOGISTIC, of_lists(LOGISTIC)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "criterion", "loss"), HONEST)
-def test_the_same_loss_is_accounted_the_same(make, kind, criterion, loss):
-    run, plain = make(kind, criterion=criterion), make(kind, criterion=object_of(criterion))
+@pytest.mark.parametrize(("kind", "criterion", "module", "loss"), HONEST)
+def test_the_same_loss_is_accounted_the_same(make, kind, criterion, module, loss):
+    run, plain = make(kind, criterion=criterion), make(kind, criterion=module)
     epoch(run, loss)
-    epoch(plain, plain.criterion)
+    epoch(plain, module)
     event = run.engine.privacy_event
     assert event == plain.engine.privacy_event
     assert event.num_steps == 6
@@ -337,90 +283,112 @@ def test_the_same_loss_is_accounted_the_same(make, kind, criterion, loss):
     assert run.engine.get_epsilon(DELTA) == pytest.approx(expected, rel=1e-12)
 
 
-def object_of(criterion):
-    known = as_module(criterion)
-    return nn.CrossEntropyLoss() if isinstance(criterion, nn.NLLLoss) else known
+def focal(z, y):
+    loss = F.cross_entropy(z, y)  # of the whole batch: one record changes the gradients of all
+    return loss * (1 - torch.exp(-loss.detach()))
 
 
-@pytest.mark.parametrize("mode", ["hooks", "functorch", "ew", "ghost"])
-def test_every_kind_of_gradients(make_loader, mode):
-    torch.manual_seed(0)
-    plain, engine = nn.Linear(5, 3), HiddenStatePrivacyEngine()
-    model, optimizer, *_, loader = engine.make_private(
-        module=plain, optimizer=torch.optim.SGD(plain.parameters(), lr=0.5),
-        data_loader=make_loader(), noise_multiplier=2.0, max_grad_norm=2.1, batch_order="cyclic",
-        criterion=F.cross_entropy, loss_geometry="auto", feature_norm=1.0, grad_sample_mode=mode,
-    )  # fmt: skip
-    run = types.SimpleNamespace(engine=engine, model=model, optimizer=optimizer, loader=loader)
-    epoch(run, F.cross_entropy)
-    assert engine.privacy_event.num_steps == 6
-    with pytest.raises(hsa.UnsupportedRunError, match="gradients of another loss"):
-        epoch(run, lambda output, labels: 0.9 * F.cross_entropy(output, labels))
+def hooked_output(change):
+    def loss(z, y):
+        z.register_hook(change)
+        return F.cross_entropy(z, y)
+
+    return loss
 
 
-def test_probabilities_as_the_loader_delivers_them(make_run, dataset):
-    data = TensorDataset(dataset.tensors[0], torch.randn(60, 3).softmax(dim=1))
-    run = make_run(criterion=F.cross_entropy, loader={"dataset": data})
-    epoch(run, F.cross_entropy)
-    assert run.steps == 6
-    with pytest.raises(hsa.UnsupportedRunError, match="gradients of another loss"):
-        epoch(run, lambda output, labels: F.cross_entropy(output, labels.flip(1)))
+ANOTHER = "step 1: the loop has gradients of another loss"
+PAIRED = "paired with other targets than those of their records"
+THIRD = torch.arange(10) == 3
+OTHERS = [
+    ("classes", nn.CrossEntropyLoss(**SUM), 'as many times as long .* as with reduction="sum"'),
+    ("classes", lambda z, y: F.cross_entropy(z[:5], y[:5]),
+     "its rows are scaled by 0 to 2: weights of records"),
+    ("classes", lambda z, y: F.cross_entropy(z, y) - F.cross_entropy(z.flip(0), y), ANOTHER),
+    ("classes", nn.CrossEntropyLoss(torch.tensor([0.1, 0.1, 5.0])),
+     "each class is scaled by one number: class weights"),
+    ("classes", SMOOTHED, "label_smoothing = 0.1. Pass the criterion that has it"),
+    ("classes", lambda z, y: F.cross_entropy(z, y.masked_fill(THIRD, -100)),
+     "its rows are scaled by 0 to 1.11"),
+    ("classes", lambda z, y: F.cross_entropy(z, torch.full((10, 3), 2 / 3)), "or other targets"),
+    ("classes", lambda z, y: F.cross_entropy(z, z.softmax(dim=1)), "or other targets than those"),
+    ("classes", lambda z, y: F.cross_entropy(z, (y + 1) % 3), rf"{PAIRED}.*targets="),
+    ("classes", lambda z, y: F.cross_entropy(z, y.flip(0)), PAIRED),
+    ("classes", lambda z, y: 5 * F.cross_entropy(z, y), "5 times as long: a scaled or doubled"),
+    ("classes", lambda z, y: F.cross_entropy(z, y) / 4, "its gradients are 0.25 times as long"),
+    ("classes", lambda z, y: F.cross_entropy(z, y) / 10, "divided by the number of records twice"),
+    ("classes", focal, "its gradients are 0.[67].* times as long"),
+    # The modulus grows by 1/0.9**2, and few gradients reach their bound.
+    ("classes", lambda z, y: F.cross_entropy(z / 0.9, y), ANOTHER),
+    ("classes", lambda z, y: F.cross_entropy(z, y) + 0.1 * z.square().mean(), ANOTHER),
+    ("classes", hooked_output(lambda gradient: 0.9 * gradient), "0.9 times as long: .*a hook"),
+    ("classes", hooked_output(lambda gradient: gradient.mul_(0.9)), "0.9 times as long: .*a hook"),
+    ("probabilities", lambda z, y: F.cross_entropy(z, y.flip(1)), ANOTHER),
+    # Row i of the gradient depends on the targets of all records.
+    ("number", lambda z, y: F.mse_loss(z, y.squeeze(1)), ANOTHER),
+    ("label", lambda z, y: LOGISTIC(z[:, 0].roll(1, 0), y.squeeze(1)), ANOTHER),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "loss", "text"), OTHERS, ids=[row[2] for row in OTHERS])
+def test_another_loss_is_refused(make, kind, loss, text):
+    known = {"number": nn.MSELoss(), "label": LOGISTIC}
+    run = make(kind, criterion=known.get(kind, ENTROPY))
+    with pytest.raises(hsa.UnsupportedRunError, match=text):
+        epoch(run, loss)
+    assert run.steps == 0
+
+
+def test_a_criterion_that_changes_is_another_one(make):
+    criterion = nn.CrossEntropyLoss()
+    run = make(criterion=criterion)
+    epoch(run, criterion)
+    criterion.weight = torch.tensor([0.1, 0.1, 5.0])
+    with pytest.raises(hsa.UnsupportedRunError, match=r"step 7: .*: class weights"):
+        epoch(run, criterion)
 
 
 def test_pieces_of_batches(make):
-    run = make(criterion=F.cross_entropy)
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
-    ) as pieces:
-        epoch(run, F.cross_entropy, pieces)
-    assert run.steps == 6
     run = make("number", criterion=F.mse_loss)
     with BatchMemoryManager(
         data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
     ) as pieces:
         epoch(run, F.mse_loss, pieces)
         with pytest.raises(hsa.UnsupportedRunError, match="gradients of another loss"):
-            epoch(run, lambda output, labels: F.mse_loss(output, labels.flip(0)), pieces)
+            epoch(run, lambda z, y: F.mse_loss(z, y.flip(0)), pieces)
     assert run.steps == 6
 
 
 SINGLE = WEIGHTS.float()
-WEIGHTED = [
-    # Features of norm 1 and a bias: B**2 = 2.
-    ("classes", nn.CrossEntropyLoss(SINGLE, reduction="sum"), 2 * 2 / 2, 2 * 2),
-    ("classes", nn.CrossEntropyLoss(SINGLE, reduction="sum", label_smoothing=0.2), 2.0, 4.0),
-    ("labels", nn.BCEWithLogitsLoss(pos_weight=SINGLE, reduction="sum"), 2 * 2 / 4, 12**0.5),
-    ("labels", nn.BCEWithLogitsLoss(SINGLE, reduction="sum"), 2 * 2 / 4, 10.5**0.5),
-    ("labels", nn.BCEWithLogitsLoss(pos_weight=SINGLE), 2 * 2 / 4 / 3, 12**0.5 / 3),
-    ("one label", nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0])), 3 * 2 / 4, 3 * 2**0.5),
-]  # fmt: skip
 
 
-@pytest.mark.parametrize("is_called", [True, False])
-@pytest.mark.parametrize(("kind", "criterion", "smoothness", "lipschitz"), WEIGHTED)
-def test_weights(make, kind, criterion, smoothness, lipschitz, is_called):
-    criterion, copied = copy.deepcopy(criterion), copy.deepcopy(criterion)
+@pytest.mark.parametrize(
+    ("kind", "criterion", "smoothness", "lipschitz"),
+    [
+        # Features of norm 1 and a bias: B**2 = 2.
+        ("classes", nn.CrossEntropyLoss(SINGLE, **SUM), 2 * 2 / 2, 2 * 2),
+        ("classes", nn.CrossEntropyLoss(SINGLE, label_smoothing=0.2, **SUM), 2.0, 4.0),
+        ("labels", nn.BCEWithLogitsLoss(pos_weight=SINGLE, **SUM), 2 * 2 / 4, 12**0.5),
+        ("labels", nn.BCEWithLogitsLoss(SINGLE, **SUM), 2 * 2 / 4, 10.5**0.5),
+        ("labels", nn.BCEWithLogitsLoss(pos_weight=SINGLE), 2 * 2 / 4 / 3, 12**0.5 / 3),
+        ("label", nn.BCEWithLogitsLoss(pos_weight=torch.tensor([3.0])), 3 * 2 / 4, 3 * 2**0.5),
+    ],
+)
+def test_weights(make, kind, criterion, smoothness, lipschitz):
     arguments = {"criterion": criterion, "max_grad_norm": 6.0}
     if criterion.reduction == "sum":
         arguments |= {"loss_reduction": "sum", "sgd": {"lr": 0.05, "weight_decay": 1.0}}
     run = make(kind, **arguments)
-    epoch(run, criterion if is_called else copied)
+    epoch(run, criterion)
     event = run.engine.privacy_event
     assert event.loss.smoothness == pytest.approx(smoothness)
     assert event.loss.lipschitz == pytest.approx(lipschitz)
     assert event.per_step("learning_rate")[0] == pytest.approx(0.5)
-    for name in ("weight", "pos_weight"):
-        if getattr(copied, name, None) is not None:
-            getattr(copied, name)[0] += 1.0
-            getattr(criterion, name)[0] += 1.0
-    with pytest.raises(hsa.UnsupportedRunError, match="gradients of another loss"):
-        epoch(run, criterion if is_called else copied)
 
 
 def test_labels_beyond_one(make_run, dataset):
     """With a weight of positive labels, a label of 2 has a larger curvature."""
     data = TensorDataset(dataset.tensors[0], 1.0001 * labels_of("labels"))
-    criterion = nn.BCEWithLogitsLoss(pos_weight=WEIGHTS.float())
+    criterion = nn.BCEWithLogitsLoss(pos_weight=SINGLE)
     run = make_run(loader={"dataset": data}, criterion=criterion, max_grad_norm=10.0)
     with pytest.raises(hsa.UnsupportedRunError, match="targets of the batch, its last tensor"):
         epoch(run, criterion)
@@ -435,79 +403,44 @@ class Output:
 class Classifier(nn.Module):
     """As transformers' models for sequence classification."""
 
-    def __init__(self, outputs=3, scale=1.0):
+    def __init__(self, outputs=3):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(5, 6), nn.ReLU()).requires_grad_(False)
         self.classifier = nn.Linear(6, outputs)
-        self.scale = scale
 
     def forward(self, inputs, labels=None):
         logits = self.classifier(F.normalize(self.backbone(inputs)))
-        loss = None
-        if labels is not None:
-            if len(logits[0]) == 1:
-                loss = nn.MSELoss()(logits.squeeze(), labels.squeeze())
-            elif labels.is_floating_point():
-                loss = nn.BCEWithLogitsLoss()(logits, labels)
-            else:
-                loss = nn.CrossEntropyLoss()(self.scale * logits.view(-1, 3), labels.view(-1))
-        return Output(loss, logits)
+        if labels is None:
+            return Output(None, logits)
+        if len(logits[0]) == 1:
+            return Output(F.mse_loss(logits.squeeze(), labels.squeeze()), logits)
+        return Output(F.cross_entropy(logits.view(-1, 3), labels.view(-1)), logits)
 
 
-def inside(run):
-    for inputs, labels in run.loader:
-        run.optimizer.zero_grad()
-        run.model(inputs, labels=labels).loss.backward()
-        run.optimizer.step()
-
-
-def on_logits(run):
-    for inputs, labels in run.loader:
-        run.optimizer.zero_grad()
-        run.criterion(run.model(inputs).logits, labels).backward()
-        run.optimizer.step()
-
-
-OF_THE_MODEL = [
-    ("classes", nn.CrossEntropyLoss(), 3),
-    ("labels", nn.BCEWithLogitsLoss(), 3),
-    ("number", nn.MSELoss(), 1),
-]
-
-
-@pytest.mark.parametrize("loop", [inside, on_logits])
-@pytest.mark.parametrize(("kind", "criterion", "outputs"), OF_THE_MODEL)
-def test_models_with_a_loss_or_logits(make, kind, criterion, outputs, loop):
+@pytest.mark.parametrize("is_inside", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "criterion", "outputs"), [("classes", ENTROPY, 3), ("number", nn.MSELoss(), 1)]
+)
+def test_models_with_a_loss_or_logits(make, kind, criterion, outputs, is_inside):
     run = make(kind, model=Classifier(outputs), criterion=criterion)
-    loop(run)
+    for inputs, labels in run.loader:
+        run.optimizer.zero_grad()
+        output = run.model(inputs, labels if is_inside else None)
+        (output.loss if is_inside else criterion(output.logits, labels)).backward()
+        run.optimizer.step()
     event = run.engine.privacy_event
     assert event.num_steps == 6
     assert event.loss == auto_loss_geometry(nn.Linear(6, outputs), criterion, 1.0)
 
 
-def test_log_softmax_at_the_end_of_the_model(make):
-    for criterion in (nn.NLLLoss(), F.nll_loss):
-        run = make(model=nn.Sequential(nn.Linear(5, 3), nn.LogSoftmax(1)), criterion=criterion)
-        epoch(run, F.nll_loss)
-        assert run.steps == 6
-
-
-def shifted(labels):
-    return (labels + 1) % 3
-
-
 def test_labels_that_the_loop_maps(make):
-    """By a function that the engine is told; other pairs of records and labels are refused."""
+    """By a function that the engine is told, of every target by itself."""
 
-    def loss(output, labels):
-        return F.cross_entropy(output, shifted(labels))
+    def shifted(labels):
+        return (labels + 1) % 3
 
     run = make(criterion=F.cross_entropy, targets=shifted)
-    epoch(run, loss)
+    epoch(run, lambda z, y: F.cross_entropy(z, shifted(y)))
     assert run.steps == 6
-    with pytest.raises(hsa.UnsupportedRunError, match=r"other targets.*targets="):
-        epoch(make(criterion=F.cross_entropy), loss)
-    with pytest.raises(hsa.UnsupportedRunError, match="paired with other targets"):
-        epoch(make(criterion=F.cross_entropy), lambda z, y: F.cross_entropy(z, y.flip(0)))
     with pytest.raises(hsa.UnsupportedRunError, match="map every target by itself"):
         epoch(make(criterion=F.cross_entropy, targets=lambda y: y.flip(0)), F.cross_entropy)
