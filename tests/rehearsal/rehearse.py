@@ -73,21 +73,19 @@ class Run:
     def __init__(self, make=head, optimizer=sgd, data=(X, Y), on_device=False, pieces=0, **given):
         torch.manual_seed(0)
         self.engine, self.pieces = adapter.HiddenStatePrivacyEngine(), pieces
-        self.criterion, model = given.get("criterion", CRITERION), make().to(DEVICE)
+        model = make().to(DEVICE)
         start, arguments = self.engine.make_private, {"noise_multiplier": 2.0, "max_grad_norm": 1.0}
         if "target_epsilon" in given:
             start = self.engine.make_private_with_epsilon
             del arguments["noise_multiplier"]
         data = TensorDataset(*(tensor.to(DEVICE) if on_device else tensor for tensor in data))
-        made = start(
+        self.model, self.optimizer, *criterion, self.loader = start(
             module=model,
             optimizer=optimizer(model),
             data_loader=DataLoader(data, batch_size=BATCH),
             **{**arguments, **given},
         )
-        self.model, self.optimizer, self.loader = made[0], made[1], made[-1]
-        if len(made) == 4:
-            self.criterion = made[2]
+        (self.criterion,) = criterion or [given.get("criterion", CRITERION)]
 
     def step(self, x, y):
         """Returns the number of transfers of the step itself."""

@@ -78,25 +78,21 @@ class Engine(HiddenStatePrivacyEngine):
 
     runs = 0
 
-    def make_private(self, *, poisson_sampling=True, **arguments):
+    def make_private(self, **arguments):
+        return self._made(super().make_private, **arguments)
+
+    def make_private_with_epsilon(self, **arguments):
+        return self._made(super().make_private_with_epsilon, **arguments)
+
+    def _made(self, make, *, poisson_sampling=True, **arguments):
         order = _order(poisson_sampling, **arguments)
-        private = super().make_private(**order, **self._noise_like_opacus() | arguments)
+        noise = {}
+        if not self.secure_mode:
+            seed = int(torch.randint(2**31, ()))
+            noise = {"noise_generator": torch.Generator().manual_seed(seed)}
+        private = make(**order, **noise | arguments)
         Engine.runs += 1
         return private
-
-    def make_private_with_epsilon(self, *, poisson_sampling=True, **arguments):
-        order = _order(poisson_sampling, **arguments)
-        private = super().make_private_with_epsilon(
-            **order, **self._noise_like_opacus() | arguments
-        )
-        Engine.runs += 1
-        return private
-
-    def _noise_like_opacus(self):
-        if self.secure_mode:
-            return {}
-        seed = int(torch.randint(2**31, ()))
-        return {"noise_generator": torch.Generator().manual_seed(seed)}
 
 
 def _order(poisson_sampling, *, data_loader, grad_sample_mode="hooks", **arguments):
@@ -141,14 +137,15 @@ class WithBatchNorm(nn.Module):
 
 def stand_in_for_torchvision():
     """So much of it as the tests use; its wheels go with CUDA builds of torch only."""
+    datasets = types.ModuleType("torchvision.datasets")
+    datasets.FakeData = FakeData
     torchvision = types.ModuleType("torchvision")
-    torchvision.datasets = types.ModuleType("torchvision.datasets")
-    torchvision.datasets.FakeData = FakeData
+    torchvision.datasets = datasets
     torchvision.transforms = types.SimpleNamespace(
         Compose=list, ToTensor=lambda: None, Normalize=lambda mean, std: None
     )
     torchvision.models = types.SimpleNamespace(resnet18=WithBatchNorm, densenet121=WithBatchNorm)
-    sys.modules.update({"torchvision": torchvision, "torchvision.datasets": torchvision.datasets})
+    sys.modules.update({"torchvision": torchvision, "torchvision.datasets": datasets})
 
 
 class Expectations:

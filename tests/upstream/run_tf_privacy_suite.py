@@ -19,8 +19,7 @@ with full batches, because its cases have one step on all examples. What only sa
 (layer_registry, use_xla), and shuffle=False where there is one batch, is dropped.
 
 The cases of other optimizers are left out. A case about something that ours does not do is listed
-below, one by one, with the reason, and must fail with just that error. DiceSGD refuses
-microbatches; the cases whose result does not depend on them run a second time without.
+below, one by one, with the reason, and must fail with just that error.
 """
 
 import functools
@@ -110,8 +109,6 @@ NOT_FOR = {
     ),
     "DiceKerasAdamOptimizer": ((rf"{COMPUTE}.testBaseline\w+_2", 4, MICROBATCHES),),
 }
-# Of these, nothing is clipped, or all gradients are clipped to the same vector.
-INDEPENDENT = re.compile(rf"{COMPUTE}.test(\w*Baseline|ClippingNormDP)")
 
 MODEL = "DPKerasModelTest"
 NOT_FOR_MODELS = {
@@ -120,20 +117,13 @@ NOT_FOR_MODELS = {
     **{f"testMultiDimensionalOutput{i}": SEVERAL for i in range(4, 12)},
     **{f"testMicrobatches{i}": SEVERAL for i in range(8, 24)},
     **{f"testNoiseMultiplier{i}": SEVERAL for i in range(32) if i // 2 % 4 in (1, 2)},
-    "testEarlierAPIFailsearlier API True": POSITIONAL,
-    "testEarlierAPIFailsearlier API False": POSITIONAL,
-    "testRegularizationGradientfast_clipping": REGULARISED,
-    "testRegularizationGradientno_fast_clipping": REGULARISED,
-    "testCustomRegularizationZeroGradientfast_clipping": REGULARISED,
-    "testCustomRegularizationZeroGradientno_fast_clipping": REGULARISED,
+    **{f"testEarlierAPIFailsearlier API {is_it}": POSITIONAL for is_it in (True, False)},
+    **{
+        f"test{name}Gradient{way}fast_clipping": REGULARISED
+        for name in ("Regularization", "CustomRegularizationZero")
+        for way in ("", "no_")
+    },
 }
-
-
-def without_microbatches(ours):
-    def init(self, *arguments, num_microbatches, **kwargs):
-        ours.__init__(self, *arguments, **kwargs)
-
-    return type(ours.__name__, (ours,), {"__init__": init})
 
 
 def import_upstream(name, ours):
@@ -179,10 +169,8 @@ def cases_of_models():
             kind, text, why = NOT_FOR_MODELS[test]
             setattr(own_case, test, must_fail(getattr(own_case, test), kind, text))
         yield f"{MODEL}.{test}", own_case(test), why
-    if set(NOT_FOR_MODELS) - names:
-        raise RuntimeError(
-            f"These cases of upstream are gone: {sorted(set(NOT_FOR_MODELS) - names)}"
-        )
+    if gone := set(NOT_FOR_MODELS) - names:
+        raise RuntimeError(f"These cases of upstream are gone: {sorted(gone)}")
 
 
 def must_fail(test, kind, text):
@@ -235,28 +223,19 @@ def main(arguments):
     os.urandom = random.Random(0).randbytes
     wanted = [argument for argument in arguments if not argument.startswith("-")]
     verbosity = 2 if "-v" in arguments else 1
-    counts = []
-    for name, excluded in NOT_FOR.items():
-        ours = getattr(adapter, name)
-        chosen = [
+
+    def chosen(name, cases):
+        return [
             case
-            for case in cases_of(name, ours, excluded)
+            for case in cases
             if not wanted or any(part in f"{name}.{case[0]}" for part in wanted)
         ]
-        counts.append(run(name, chosen, verbosity))
-        again = {
-            case for case, _, why in chosen if why == MICROBATCHES[-1] and INDEPENDENT.match(case)
-        }
-        if again:
-            cases = cases_of(name, without_microbatches(ours), ())
-            chosen = [case for case in cases if case[0] in again]
-            counts.append(run(f"{name} without microbatches", chosen, verbosity))
-    chosen = [
-        case
-        for case in cases_of_models()
-        if not wanted or any(part in f"Models.{case[0]}" for part in wanted)
-    ]
-    counts.append(run("Models", chosen, verbosity))
+
+    counts = []
+    for name, excluded in NOT_FOR.items():
+        cases = chosen(name, cases_of(name, getattr(adapter, name), excluded))
+        counts.append(run(name, cases, verbosity))
+    counts.append(run("Models", chosen("Models", cases_of_models()), verbosity))
     passed, failed = map(sum, zip(*counts, strict=True))
     print(f"\n{passed} passed, {failed} failed")
     return int(failed or not passed)
