@@ -39,18 +39,6 @@ def orders():
     return utility
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["cancer", "diabetes"])
-def test_with_little_noise_every_method_is_near_the_model_without_privacy(script, name):
-    data = script.accuracy_data.SETS[name]()
-    train, _, test = data.split(0)
-    (fit, *_) = script.no_privacy(data, 0)
-    best = script.scores(data, fit(*train), test)[0]
-    for method, index in ((script.as_it_comes, 0), (script.dp_sgd, -2), (script.dp_fc, 10)):
-        fit = list(method(data, 300.0))[index]
-        assert script.scores(data, fit(*train), test)[0] > best - 0.12
-
-
 def test_covariance_and_steps_of_a_peer_have_the_mu_of_the_target(script, monkeypatch):
     """A record of norm 1 moves the covariance by at most 1 and a step by at most the clip norm."""
     drawn = []
@@ -158,31 +146,3 @@ def test_objective_perturbation_meets_its_delta_in_one_dimension():
     loss = math.log1p(0.25 / 30) + 1 / (2 * std**2) + draws / std
     assert np.mean(np.maximum(-np.expm1(1.0 - loss), 0)) == pytest.approx(1e-5, rel=0.3)
     assert methods.objective_noise(data, 0.1, 1.0) is None
-
-
-def test_the_page_of_orders_says_what_was_won_and_what_is_missing(orders, tmp_path):
-    """Made-up figures: ours are 4 points behind, level and ahead; one epsilon is not measured."""
-    import attrs
-    import utility_page
-
-    def result(points):
-        return {"test": [points / 100, points / 100 + 0.002], "validation": 0.5, "tries": 1}
-
-    cells = {"cancer|no privacy|0.0|0": result(95)}
-    for epsilon, points in ((0.1, 76), (1.0, 80), (3.0, 85)):
-        for method in orders.OURS:
-            cells[f"cancer|{method}|{epsilon}|0"] = result(points)
-        for peer in ("Poisson + PLD", "banded factorisation"):
-            cells[f"cancer|{peer}|{epsilon}|0"] = result(80)
-    for order, accuracies in (("full", (60, 80)), ("poisson", (80, 81))):
-        for epochs, points in zip((1, 4), accuracies, strict=True):
-            cells[f"cancer|cost, {order}|1.0|{epochs}"] = result(points)
-    size = attrs.evolve(orders.SIZES["reduced"], sets=("cancer",), cost=(1, 4))
-    utility_page.write_page(tmp_path / "page.md", "made up", size, cells, orders.OURS)
-    text = (tmp_path / "page.md").read_text()
-    assert "1 won, 1 level, 1 lost" in text
-    assert "missed: cancer at 0.1 (-4.0 " in text
-    assert "1 cells are not measured with every method yet" in text
-    assert "1 on cancer (a quarter of the gradients: met)" in text
-    assert "mean of all cells: +0.3" in text
-    assert "| lost (-4.0) | - | level (+0.0) | won (+5.0) |" in text

@@ -10,8 +10,7 @@ import pytest
 pytest.importorskip("sklearn")
 
 from declared_lines import ONE_EXAMPLE, ONE_PERSON, PUBLIC_CALLS, PUBLISHED, listed
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import FunctionTransformer
+from scipy import sparse
 
 from hidden_state_adapters.sklearn import (
     PrivacyBudgetWarning,
@@ -42,12 +41,6 @@ def regressor(**changes):
     return PrivateRegressor(**{**settings, **changes})
 
 
-def fit_quietly(model, x=X, y=NAMES):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PrivacyBudgetWarning)
-        return model.fit(x, y)
-
-
 @pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
 @pytest.mark.parametrize("preprocessing", [None, "center"])
 def test_a_fit_learns_and_meets_its_target_exactly(relation, preprocessing):
@@ -74,7 +67,7 @@ def test_two_classes_are_one_logit():
     np.testing.assert_array_equal(model.predict(X), model.predict_proba(X)[:, 1] > 0.5)
     normalised = X / np.linalg.norm(X, axis=1, keepdims=True)
     np.testing.assert_allclose(
-        model.decision_function(X), normalised @ model.coef_[0] + model.intercept_[0], atol=1e-9
+        model.decision_function(5 * X), normalised @ model.coef_[0] + model.intercept_[0], atol=1e-9
     )
 
 
@@ -82,46 +75,28 @@ def test_two_classes_are_one_logit():
     ("labels", "classes"),
     [
         (LABELS.astype(np.float32), {2, 0, 1}),
-        (LABELS.astype(np.uint8), range(3)),
         (NAMES.astype(object), ["a", "b", "c"]),
-        (NAMES, np.array(["a", "b", "c"], dtype=object)),
+        (NAMES, np.array(["a", "b", "c", "d"], dtype=object)),
     ],
 )
 def test_kinds_of_labels(labels, classes):
+    """Which classes occur must not be seen in the shape of the model."""
     model = classifier(classes=classes).fit(X, labels)
     assert model.score(X, labels) > 0.95
+    assert model.predict_proba(X).shape == (900, len(classes))
 
 
-def test_a_class_that_does_not_occur_is_predicted_from():
-    """Which classes occur must not be seen in the shape of the model."""
-    model = classifier(classes=["a", "b", "c", "d"]).fit(X, NAMES)
-    assert model.coef_.shape == (4, 3)
-    assert model.predict_proba(X).shape == (900, 4)
-
-
-def test_the_scale_of_a_record_does_not_matter_with_scaling():
-    model = classifier().fit(X, NAMES)
-    scales = np.exp(np.random.default_rng(2).normal(size=(900, 1)))
-    np.testing.assert_allclose(model.predict_proba(X * scales), model.predict_proba(X), atol=1e-9)
-
-
-def test_regression():
-    y = X @ [1.0, -1.0, 2.0] + 0.5
-    model = regressor(feature_norm=2.0).fit(X, y)
-    assert model.score(X, y) > 0.9
-    np.testing.assert_allclose(model.predict(X), X @ model.coef_ + model.intercept_, atol=1e-9)
-    assert model.guarantee_.epsilon(1e-5) <= 3
+UNITS = np.array([1.0, 100.0, 1e-3])
+BOUNDS = np.c_[-UNITS, 2 * UNITS]
 
 
 @pytest.mark.parametrize("preprocessing", [None, "center", "standardize"])
-def test_coefficients_in_the_units_of_the_columns(preprocessing):
-    units = np.array([1.0, 100.0, 1e-3])
-    columns = X * units
-    y = X @ [1.0, -1.0, 2.0] + 0.5
-    bounds = np.c_[-units, 2 * units]
-    model = regressor(feature_norm=3.0, column_bounds=bounds, preprocessing=preprocessing)
+def test_regression_and_coefficients_in_the_units_of_the_columns(preprocessing):
+    columns, y = X * UNITS, X @ [1.0, -1.0, 2.0] + 0.5
+    model = regressor(feature_norm=3.0, column_bounds=BOUNDS, preprocessing=preprocessing)
     model.fit(columns, y)
     assert model.score(columns, y) > 0.8
+    assert model.guarantee_.epsilon(1e-5) <= 3
     if preprocessing != "standardize":  # which makes records longer than feature_norm
         predicted = columns @ model.coef_of_columns_ + model.intercept_of_columns_
         np.testing.assert_allclose(model.predict(columns), predicted, atol=1e-9)
@@ -130,10 +105,9 @@ def test_coefficients_in_the_units_of_the_columns(preprocessing):
 
 @pytest.mark.parametrize("preprocessing", [None, "center", "scale", "whiten"])
 def test_coefficients_of_a_classifier_in_the_units_of_the_columns(preprocessing):
-    columns = X * [1.0, 100.0, 1e-3]
-    bounds = np.array([[-1, 2], [-100, 200], [-1e-3, 2e-3]])
+    columns = X * UNITS
     model = classifier(
-        normalization="clip", column_bounds=bounds, preprocessing=preprocessing, feature_norm=3.0
+        normalization="clip", column_bounds=BOUNDS, preprocessing=preprocessing, feature_norm=3.0
     ).fit(columns, NAMES)
     # What whitening makes longer than the records are is cut: records near their mean are not.
     near = columns.mean(axis=0) + 0.05 * (columns - columns.mean(axis=0))
@@ -152,26 +126,24 @@ class OfFrames(PrivateClassifier):
         return read
 
 
-UNITS = X * [20.0, 2e4, 10.0] + [40.0, 3e4, 70.0]
-
-
 @pytest.mark.filterwarnings("ignore:X does not have valid feature names")
 def test_columns_of_unlike_units_are_warned_of_by_name():
     def framed(**changes):
         return OfFrames(**{"epsilon": 3.0, "classes": ["a", "b", "c"], **changes})
 
+    unlike = X * [20.0, 2e4, 10.0] + [40.0, 3e4, 70.0]
     with pytest.warns(UserWarning, match="column 'income', .*Pass column_bounds="):
-        framed().fit(UNITS, NAMES)
+        framed().fit(unlike, NAMES)
     bounds = [(20, 80), (1e4, 1e5), (50, 100)]
     with pytest.raises(ValueError, match="wrong for column 'income'"):
-        framed(column_bounds=[(20, 80), (1e5, 1e4), (50, 100)]).fit(UNITS, NAMES)
+        framed(column_bounds=[(20, 80), (1e5, 1e4), (50, 100)]).fit(unlike, NAMES)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.simplefilter("ignore", PrivacyBudgetWarning)
-        bounded = framed(column_bounds=bounds).fit(UNITS, NAMES)
+        bounded = framed(column_bounds=bounds).fit(unlike, NAMES)
         framed().fit(X, NAMES)
-        framed(epsilon=0.1).fit(UNITS, NAMES)  # noise that tells nothing
-    assert bounded.score(UNITS, NAMES) > 0.9
+        framed(epsilon=0.1).fit(unlike, NAMES)  # noise that tells nothing
+    assert bounded.score(unlike, NAMES) > 0.9
 
 
 def test_ridge_shrinks():
@@ -184,36 +156,48 @@ def test_ridge_shrinks():
 
 
 @pytest.mark.parametrize(
-    ("model", "y", "message"),
+    ("changes", "message"),
     [
-        (classifier(classes=None), NAMES, "which labels occur is private"),
-        (classifier(classes="labels"), NAMES, "a list or"),
-        (classifier(classes=["a"]), NAMES, "at least two classes"),
-        (classifier(classes=["a", "b"]), NAMES, "every label among classes"),
-        (classifier(classes=["0", "1", "2"]), LABELS, "of the kind of classes"),
-        (classifier(classes=[0, 1, 2]), NAMES, "of the kind of classes"),
-        (classifier(epsilon=0.0), NAMES, "epsilon > 0"),
-        (classifier(delta=1.0), NAMES, "delta"),
-        (classifier(normalization="l2"), NAMES, "normalization to be one of"),
-        (classifier(feature_norm=0.0), NAMES, "feature_norm > 0"),
-        (classifier(neighboring_relation="add_or_remove_one"), NAMES, "number of records sets"),
-        (regressor(target_bounds=None), LABELS, "range of the targets is"),
-        (regressor(target_bounds=(1, 1)), LABELS, "target_bounds"),
-        (regressor(target_bounds="ab"), LABELS, "two numbers with low < high, got 'ab'"),
-        (classifier(column_bounds=3), NAMES, r"shape \(features, 2\)"),
-        (classifier(column_bounds=[(0, 1)] * 2), NAMES, "for 3 columns"),
-        (classifier(column_bounds=[(1, 0)] * 3), NAMES, "low < high"),
-        (regressor(threshold=0.0), LABELS, "clip_norm"),
-        (regressor(alpha=-1.0), LABELS, "weight_decay >= 0"),
+        ({"classes": None}, "which labels occur is private"),
+        ({"classes": ["a"]}, "at least two classes"),
+        ({"classes": ["a", "b"]}, "every label among classes"),
+        ({"classes": [0, 1, 2]}, "of the kind of classes"),
+        ({"epsilon": 0.0}, "epsilon > 0"),
+        ({"delta": 1.0}, "delta"),
+        ({"normalization": "l2"}, "normalization to be one of"),
+        ({"feature_norm": 0.0}, "feature_norm > 0"),
+        ({"neighboring_relation": "add_or_remove_one"}, "number of records sets"),
+        ({"column_bounds": [(0, 1)] * 2}, "for 3 columns"),
+        ({"column_bounds": [(1, 0)] * 3}, "low < high"),
+        ({"splines": 9}, "column_bounds beside splines"),
+        ({"splines": 1, "column_bounds": BOUNDS}, "at least 2"),
+        ({"splines": [9, 9], "column_bounds": BOUNDS}, "for 3 columns"),
+        ({"splines": "nine", "column_bounds": BOUNDS}, "at least 2"),
+        ({"preprocessing": "l2"}, "None or one of auto, center, scale, standardize"),
+        ({"preprocessing": "center", "x": sparse.csr_matrix(X)}, "nothing would stay sparse"),
+        ({"preprocessing": "whiten", "epsilon": 0.001}, "Pass public_features="),
+        ({"public_features": X}, "got the records themselves"),
+        ({"public_features": X[:, 1:]}, "of 3 columns"),
+        ({"preprocessing": "auto", "public_features": X, "x": sparse.csr_matrix(X)}, "stay sparse"),
+        ({"class_weight": "balanced"}, "how often a label occurs is private"),
+        ({"class_weight": [1.0, 2.0]}, "a dictionary from labels"),
+        ({"class_weight": {"d": 1.0}}, "labels among classes"),
+        ({"class_weight": {"a": 0.0}}, "> 0"),
+        ({"target_bounds": None}, "range of the targets is"),
+        ({"target_bounds": (1, 1)}, "target_bounds"),
+        ({"target_bounds": (0, 3), "threshold": 0.0}, "clip_norm"),
+        ({"target_bounds": (0, 3), "alpha": -1.0}, "weight_decay >= 0"),
     ],
 )
-def test_refused_before_training(model, y, message, monkeypatch):
+def test_refused_before_training(changes, message, monkeypatch):
     monkeypatch.setattr(
-        "hidden_state_adapters.recipe.Recipe.train",
-        lambda *_: pytest.fail("something was trained"),
+        "hidden_state_adapters.recipe.Recipe.train", lambda *_: pytest.fail("trained")
     )
-    with pytest.raises(ValueError, match=message):
-        model.fit(X, y)
+    changes = dict(changes)
+    x = changes.pop("x", X)
+    make, y = (regressor, LABELS) if "target_bounds" in changes else (classifier, NAMES)
+    with pytest.raises((TypeError, ValueError), match=message):
+        make(**changes).fit(x, y)
 
 
 def test_nothing_of_the_training_stays():
@@ -222,18 +206,6 @@ def test_nothing_of_the_training_stays():
     kept = {name: value for name, value in vars(model).items() if name not in model.get_params()}
     arrays = {name for name, value in kept.items() if isinstance(value, np.ndarray)}
     assert arrays == {"_weights", "classes_", "coef_", "intercept_"}
-    assert set(kept) - arrays == {
-        "_has_sample_weights",
-        "_fits",
-        "_lineage",
-        "_recipe",
-        "_statistics",
-        "_step",
-        "n_features_in_",
-        "n_iter_",
-        "temperature_",
-        "privacy_event_",
-    }
     again = pickle.loads(pickle.dumps(model))
     np.testing.assert_array_equal(again.predict(X), model.predict(X))
     assert again.report_ == model.report_
@@ -248,32 +220,21 @@ def test_the_report_says_relation_theorem_and_whose_word_things_are():
         "64 steps along the sum of all records' gradients, each cut to length 0.313",
         "momentum 0.",
         "Gaussian releases, whose squared mu add up",
-        "declared by you",
-        "one record per person",
         "no search over them",
         "the number of records, 900",
         "the 3 classes",
-        "that this process knows of",
         "every other fit on the same records spends as well",
     ):
         assert text in report
-    assert "it is public which labels occur" in (
-        classifier(classes="from_labels").fit(X, NAMES).report_
-    )
+    report = classifier(classes="from_labels").fit(X, NAMES).report_
+    assert "it is public which labels occur" in report
+    assert "no bounds or classes read off them" in report
 
 
 def test_one_absurd_record_does_not_end_a_run():
     rows = X.astype(np.float32)
     rows[0], rows[1] = 3e38, 1e-44
-    for model in (classifier(), classifier(normalization="clip")):
-        assert model.fit(rows, NAMES).score(rows[2:], NAMES[2:]) > 0.95
-
-
-def test_the_first_fit_warns_of_nothing():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        fresh = X + 1e-3 * np.random.default_rng(3).normal(size=X.shape)
-        make_pipeline(FunctionTransformer(np.abs), classifier()).fit(fresh, NAMES).predict(X)
+    assert classifier().fit(rows, NAMES).score(rows[2:], NAMES[2:]) > 0.95
 
 
 def test_progress_shows_steps_only(capsys):

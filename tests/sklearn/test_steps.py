@@ -180,19 +180,12 @@ def test_the_gradient_of_a_record_is_clipped_and_then_weighted():
 def test_one_of_many_records_in_float32_moves_the_sum_by_no_more_than_its_gradient():
     """A float32 sum of so many is rounded by some per cent of the clip norm, either way."""
     n, clip_norm, random = 2**18, 0.3, np.random.default_rng(1)
-    records, targets = (
-        Records.of(np.ones((n, 1), "float32"), 1.0, "clip", 0.0),
-        np.full((n, 1), -1.0),
-    )
+    records, targets = Records.of(np.ones((n, 1), "f4"), 1.0, "clip", 0.0), np.full((n, 1), -1.0)
 
     def sum_of(factors):
+        weights = np.zeros((2, 1))
         return gradient_sum(
-            "squared_error",
-            clip_norm,
-            records,
-            lambda part: targets[part],
-            np.zeros((2, 1)),
-            factors,
+            "squared_error", clip_norm, records, lambda part: targets[part], weights, factors
         )
 
     for _ in range(20):
