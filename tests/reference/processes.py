@@ -72,10 +72,7 @@ def _work(rank, size, store, pipe):
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     while True:
         name, arguments = pipe.recv()
-        try:
-            pipe.send(globals()[name](*arguments))
-        except Exception as error:  # a test looks at it
-            pipe.send(f"{type(error).__name__}: {error}")
+        pipe.send(or_error(globals()[name], *arguments))
 
 
 def rank():
@@ -153,16 +150,17 @@ class Training:
             self.backward(batch)
             self.optimizer.step()
 
+    def batches(self, physical=None):
+        """Of an epoch, in pieces of so many records."""
+        if physical is None:
+            return contextlib.nullcontext(self.loader)
+        return BatchMemoryManager(
+            data_loader=self.loader, max_physical_batch_size=physical, optimizer=self.optimizer
+        )
+
     def epochs(self, count=2, physical=None):
         for _ in range(count):
-            pieces = contextlib.nullcontext(self.loader)
-            if physical:
-                pieces = BatchMemoryManager(
-                    data_loader=self.loader,
-                    max_physical_batch_size=physical,
-                    optimizer=self.optimizer,
-                )
-            with pieces as loader:
+            with self.batches(physical) as loader:
                 for batch in loader:
                     self.step(batch)
         return self
@@ -199,7 +197,7 @@ CASES = {
     "noise": {"noise_multiplier": 1.0, "noise_seed": 3},
     "noise of pieces": {"noise_multiplier": 1.0, "noise_seed": 3, "physical": 3},
 }  # fmt: skip
-"""Runs without noise, or with known noise: they take the same way in any number of processes."""
+# Runs without noise, or with known noise: they take the same way in any number of processes.
 
 
 def trajectory(case):
@@ -214,15 +212,22 @@ def trajectory_on(device):
     return Training(device=device).epochs().weights
 
 
+def or_error(act, *arguments):
+    """What it returns, or the text of what it raises."""
+    try:
+        return act(*arguments)
+    except Exception as error:  # a test looks at it
+        return f"{type(error).__name__}: {error}"
+
+
+def error_of(act, *arguments):
+    """The text of what it raises, or "nothing"."""
+    found = or_error(lambda: act(*arguments) is None)
+    return found if isinstance(found, str) else "nothing"
+
+
 def trajectories(cases=tuple(CASES)):
-    """Of these cases; what a process raises is in the place of its weights."""
-    found = {}
-    for case in cases:
-        try:
-            found[case] = trajectory(case)
-        except Exception as error:
-            found[case] = f"{type(error).__name__}: {error}"
-    return found
+    return {case: or_error(trajectory, case) for case in cases}
 
 
 def first_noise(multiplier, clip_norm):
@@ -296,26 +301,17 @@ def stock_epsilon():
 
 
 def _outcome(run, act):
-    try:
-        act()
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-    else:
-        text = "nothing"
-    try:
-        run.engine.get_epsilon(1e-5)
-    except ValueError:
-        return text, False
-    return text, True
+    return error_of(act), error_of(run.engine.get_epsilon, 1e-5) == "nothing"
 
 
-def _every_step(act):
+def _every_step(act, physical=None):
     """The outcome of an epoch whose steps `act` takes."""
     run = Training(noise_multiplier=1.0)
 
     def epoch():
-        for index, batch in enumerate(run.loader):
-            act(run, index, batch)
+        with run.batches(physical) as loader:
+            for index, batch in enumerate(loader):
+                act(run, index, batch)
 
     return _outcome(run, epoch)
 
@@ -324,26 +320,16 @@ def skips_a_step():
     return _every_step(lambda run, i, batch: None if i == 1 == rank() else run.step(batch))
 
 
-def refuses_a_step(which=1):
+def refuses_a_step(which=1, at=1, physical=None):
     def act(run, index, batch):
-        longer = 2.0 if index == 1 and rank() == which else 1.0
+        longer = 2.0 if index == at and rank() == which else 1.0
         run.step((longer * batch[0], batch[1]))
 
-    return _every_step(act)
+    return _every_step(act, physical)
 
 
 def refuses_a_piece():
-    run = Training(noise_multiplier=1.0)
-
-    def act():
-        with BatchMemoryManager(
-            data_loader=run.loader, max_physical_batch_size=2, optimizer=run.optimizer
-        ) as loader:
-            for index, (features, targets) in enumerate(loader):
-                longer = 2.0 if index == 0 and rank() == 1 else 1.0
-                run.step((longer * features, targets))
-
-    return _outcome(run, act)
+    return refuses_a_step(at=0, physical=2)
 
 
 def changes_the_rate():
@@ -384,15 +370,7 @@ def starts_with(options, others):
     if made.pop("sampler", None):
         data = records()
         made |= {"data": data, "loader": {"sampler": DistributedSampler(data)}}
-    return _outcome_of_start(made)
-
-
-def _outcome_of_start(made):
-    try:
-        Training(**made)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    return error_of(lambda: Training(**made))
 
 
 def tells(what):
@@ -406,19 +384,17 @@ def tells(what):
                 with run.engine.evaluate_on_private_data(stays_private=what == "assume"):
                     pass
         run.step(batch)
-    try:
-        run.engine.get_epsilon(1e-5)
-    except ValueError as error:
-        return str(error)
+    refusal = error_of(run.engine.get_epsilon, 1e-5)
+    if refusal != "nothing":
+        return refusal
     return run.optimizer.run.record.release_steps, str(run.engine.assumptions)
 
 
 def resumes(folder, order, other=False):
     """Saved in the middle of an epoch, loaded by a fresh engine, finished."""
-    secret = order in ("reshuffled",)
     options = {"batch_order": SEEDED.get(order, order)}
     run, path = Training(**options), os.path.join(folder, f"{order}{other}{{}}.pt")
-    stored = {"stays_private": True, "include_private_state": secret}
+    stored = {"stays_private": True, "include_private_state": order == "reshuffled"}
     for index, batch in enumerate(run.loader):
         if index == 2:
             break
@@ -429,17 +405,13 @@ def resumes(folder, order, other=False):
     distributed.barrier()
     files = [os.path.exists(path.format(process)) for process in range(2)]
     again = Training(**options)
-    try:
-        again.engine.load_checkpoint(
-            path=path.format("older" if other and rank() == 1 else 0), discard_later_steps=True
-        )
-    except Exception as error:
-        return files, str(error)
-    again.epochs(1)
-    return files, again.weights
+    chosen = path.format("older" if other and rank() == 1 else 0)
+    load = again.engine.load_checkpoint
+    refusal = error_of(lambda: load(path=chosen, discard_later_steps=True))
+    return files, again.epochs(1).weights if refusal == "nothing" else refusal
 
 
 def shards_the_model():
     from torch.distributed.fsdp import fully_shard
 
-    return _outcome_of_start({"wrapper": lambda model: fully_shard(model)})
+    return error_of(lambda: Training(wrapper=fully_shard))

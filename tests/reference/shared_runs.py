@@ -5,7 +5,7 @@ Numbers that float32 holds exactly, because Keras keeps learning rates in float3
 """
 
 import numpy as np
-from dice import adam_step, automatic_step, sgd_step
+from dice import adam_step, automatic_step, clip, sgd_step
 
 from hidden_state_accountants import Regulariser
 
@@ -24,29 +24,6 @@ def records():
     return x / np.linalg.norm(x, axis=1, keepdims=True), labels
 
 
-def cyclic_sgd(x, gradient, records, *, batch_size, num_steps, learning_rate, clip, noise,
-               weight_decay=0.0, radius=np.inf):  # fmt: skip
-    """The iterates x_1 to x_T of
-
-        x <- P_R((1 - lr w) x - lr/b (sum of clip_C(gradient(x, record)) + noise_t)).
-
-    Batch k is records[k*b : (k+1)*b]; noise[t] is added to the sum in step t; learning_rate is a
-    function of the number of steps taken before.
-    """
-    iterates, period = [], len(records) // batch_size
-    for t in range(num_steps):
-        start = t % period * batch_size
-        total = np.array(noise[t], dtype=np.float64)
-        for record in records[start : start + batch_size]:
-            g = gradient(x, record)
-            total = total + g * min(1.0, clip / max(np.linalg.norm(g), 1e-300))
-        rate = learning_rate(t)
-        x = (1 - rate * weight_decay) * x - rate / batch_size * total
-        x = x * min(1.0, radius / max(np.linalg.norm(x), 1e-300))
-        iterates.append(x)
-    return np.array(iterates)
-
-
 def logistic_gradient(x, record):
     """Of the cross-entropy of the logit <features, x[:-1]> + x[-1] and a label in {0, 1}."""
     features, label = record
@@ -54,13 +31,26 @@ def logistic_gradient(x, record):
     return (1 / (1 + np.exp(-extended @ x)) - label) * extended
 
 
+def gradients(x, t):
+    """Of the records of the batch of step t, one in a row."""
+    rows = np.arange(BATCH) + t * BATCH % RECORDS
+    features, labels = records()
+    return np.array([logistic_gradient(x, (features[i], labels[i])) for i in rows])
+
+
+def clipped_iterates(finish):
+    """The iterates x <- finish(x, lr/b (sum of clipped gradients)) of STEPS steps."""
+    x, iterates = START, []
+    for t in range(STEPS):
+        total = sum(clip(gradient, CLIP) for gradient in gradients(x, t))
+        x = finish(x, RATE / BATCH * total)
+        iterates.append(x)
+    return np.array(iterates)
+
+
 def cyclic_iterates():
     """Clipped, with decoupled decay and projection."""
-    return cyclic_sgd(
-        START, logistic_gradient, list(zip(*records(), strict=True)), batch_size=BATCH,
-        num_steps=STEPS, learning_rate=lambda t: RATE, clip=CLIP, noise=np.zeros((STEPS, 5)),
-        weight_decay=DECAY, radius=RADIUS,
-    )  # fmt: skip
+    return clipped_iterates(lambda x, step: clip((1 - RATE * DECAY) * x - step, RADIUS))
 
 
 PROXES = [
@@ -78,35 +68,27 @@ def prox_iterates(regulariser, as_parameters):
         regulariser: One of PROXES.
         as_parameters: Makes the list of arrays, in their shapes, of a vector.
     """
-    x, iterates = START, []
-    features, labels = records()
-    for t in range(STEPS):
-        rows = np.arange(BATCH) + t * BATCH % RECORDS
-        gradients = np.array([logistic_gradient(x, (features[i], labels[i])) for i in rows])
-        norms = np.linalg.norm(gradients, axis=1, keepdims=True)
-        x = x - RATE / BATCH * (gradients * np.minimum(1, CLIP / norms)).sum(axis=0)
-        parts = [regulariser.prox(p, RATE).ravel() for p in as_parameters(x)]
-        x = np.concatenate(parts)
-        iterates.append(x)
-    return np.array(iterates)
+    return clipped_iterates(
+        lambda x, step: np.concatenate(
+            [regulariser.prox(p, RATE).ravel() for p in as_parameters(x - step)]
+        )
+    )
 
 
 def dice_iterates(variant):
     """DiceSGD, its Adam and its automatic variant (with both clip norms CLIP)."""
     x, error, moments = START, np.zeros_like(START), (0.0, 0.0)
-    features, labels = records()
     common = {"learning_rate": RATE, "divisor": BATCH, "clip_norm": CLIP}
     iterates = []
     for t in range(STEPS):
-        rows = np.arange(BATCH) + t * BATCH % RECORDS
-        gradients = np.array([logistic_gradient(x, (features[i], labels[i])) for i in rows])
+        rows = gradients(x, t)
         if variant == "automatic":
-            x, error = automatic_step(x, error, gradients, 0.0, **common)
+            x, error = automatic_step(x, error, rows, 0.0, **common)
         elif variant == "sgd":
-            x, error = sgd_step(x, error, gradients, 0.0, error_clip_norm=ERROR_CLIP, **common)
+            x, error = sgd_step(x, error, rows, 0.0, error_clip_norm=ERROR_CLIP, **common)
         else:
             x, error, moments = adam_step(
-                x, error, moments, t + 1, gradients, 0.0, error_clip_norm=ERROR_CLIP,
+                x, error, moments, t + 1, rows, 0.0, error_clip_norm=ERROR_CLIP,
                 betas=BETAS, eps=ADAM_EPSILON, **common,
             )  # fmt: skip
         iterates.append(x)
