@@ -8,18 +8,14 @@ the updates moves far beyond its noise, and no sampling of later batches hides t
     (arXiv 2311.14632): the sum of the updates alone has delta(2) >= 0.51 and epsilon(1e-5) >= 18.3.
 """
 
-from __future__ import annotations
-
 import math
-from collections.abc import Iterator
 
 import attrs
-import dp_accounting
 import numpy as np
 from dp_accounting import NeighboringRelation
 from scipy import stats
 
-from hidden_state_accountants.auditing.evidence import Evidence, Progress
+from hidden_state_accountants.auditing.evidence import Evidence
 from hidden_state_accountants.auditing.linear_losses import Atoms, HalfLines
 from hidden_state_accountants.bounds.solvers.inclusion_counts import inclusions
 from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
@@ -46,11 +42,9 @@ class DiceOutlier:
     """
 
     name: str = "dice_outlier"
-    event_type: type[dp_accounting.DpEvent] = DiceSgdDpEvent
+    event_type: type = DiceSgdDpEvent
 
-    def check(
-        self, event: DiceSgdDpEvent, relation: NeighboringRelation
-    ) -> tuple[UnmetCondition, ...]:
+    def check(self, event, relation):
         """Why the attack does not apply to the event; empty if it does."""
         reason = unmet_relation(event.batch_order, relation)
         if reason:
@@ -64,37 +58,23 @@ class DiceOutlier:
             return (UnmetCondition("gradient_bound", need, f"{event.gradient_bound:g}"),)
         return ()
 
-    def evidence(
-        self, event: DiceSgdDpEvent, relation: NeighboringRelation, progress: Progress
-    ) -> Evidence:
+    def evidence(self, event, relation, progress):
         """The best of the witnesses at every epsilon."""
         progress(self.name)
         statistics = list(_statistics(event, relation is NeighboringRelation.REPLACE_ONE))
 
-        def delta(epsilon: float) -> float:
+        def delta(epsilon):
             doubt = 1 + math.exp(epsilon)
-            return max(
-                0.0, *(lines.delta(epsilon) - doubt * failure for lines, failure in statistics)
-            )
+            found = (lines.delta(epsilon) - doubt * failure for lines, failure in statistics)
+            return max(0.0, *found)
 
-        return Evidence(
-            attack=self.name,
-            strength="certified",
-            witness="one outlier with a constant gradient; sums of the updates",
-            delta=delta,
-        )
+        return Evidence(self.name, "certified", "one outlier with a constant gradient", delta)
 
 
-def _half_lines(
-    shift: np.ndarray, mass: np.ndarray, unit: float, is_mirrored: bool = False
-) -> HalfLines:
-    """The law of a sum on both data sets, compared on half-lines.
+def _half_lines(shift, mass, unit, is_mirrored=False):
+    """The law of a sum of standard deviation `unit`, which the record shifts, on half-lines.
 
-    Args:
-        shift: Amounts by which the record shifts the sum.
-        mass: Their probabilities.
-        unit: Standard deviation of the sum.
-        is_mirrored: Whether the neighbour's record shifts it by as much in the other direction.
+    A mirrored neighbour's record shifts it by as much in the other direction.
     """
     shift = shift / unit
     if len(shift) > _LEVELS:
@@ -106,7 +86,7 @@ def _half_lines(
     return HalfLines(atoms, atoms, 1.0, -1.0 if is_mirrored else 0.0)
 
 
-def _statistics(event: DiceSgdDpEvent, is_mirrored: bool) -> Iterator[tuple[HalfLines, float]]:
+def _statistics(event, is_mirrored):
     """Sums (with signs) of updates, and how likely the other records do not play their part."""
     steps, radius = event.num_steps, event.error_clip_norm
     step = min(event.clip_norm, event.gradient_bound) / event.batch_size
@@ -143,14 +123,14 @@ def _statistics(event: DiceSgdDpEvent, is_mirrored: bool) -> Iterator[tuple[Half
             yield _half_lines(shift, first, event.noise_std * math.sqrt(steps - start)), failure
 
 
-def _starts(first: np.ndarray) -> list[int]:
+def _starts(first):
     """Where to start summing: before it, the record has probably not taken part."""
     below = np.cumsum(first)
     starts = {int(np.searchsorted(below, quantile * below[-1])) for quantile in _QUANTILES}
     return sorted({min(start, len(first) - 1) for start in starts} | {0})
 
 
-def _count_law(event: DiceSgdDpEvent, steps: int) -> tuple[np.ndarray, np.ndarray]:
+def _count_law(event, steps):
     """The number of participations in the first `steps` steps; CYCLIC: of the first batch."""
     order, rate = event.batch_order, event.sampling_probability
     if order in (BatchOrder.POISSON, BatchOrder.WITHOUT_REPLACEMENT):

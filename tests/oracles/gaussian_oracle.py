@@ -1,43 +1,24 @@
-r"""The exact law of the iterates of noisy gradient descent on quadratic and linear losses.
+"""The exact law of the iterates of noisy gradient descent on quadratic and linear losses.
 
 Plain linear algebra, on purpose without the rest of the package: an oracle must not share a mistake
 with what it judges.
-
->>> import numpy as np
->>> from gaussian_oracle import GaussianOracle
->>> oracle = GaussianOracle(
-...     np.zeros((2, 1, 1)), [(1.0, [[0, 1]] * 4)], learning_rate=0.1, noise_std=2.0,
-...     batch_size=2, record=0, slope_difference=[1.0])
->>> round(oracle.mu, 12)  # a linear loss: sqrt(4) * 1 / 2
-1.0
 """
-
-from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 from scipy import optimize, special
-
-Batches = Sequence[Sequence[int] | np.ndarray]
 
 _TOLERANCE = 1e-9  # relative, for "the same covariance" and "on a line"
 _TAIL = 40.0  # standard deviations beyond which a double holds no mass
 
 
-def equally_likely_orders(
-    order: str, dataset_size: int, batch_size: int, num_steps: int
-) -> list[tuple[float, Batches]]:
+def equally_likely_orders(order, dataset_size, batch_size, num_steps):
     """Every sequence of batches of a secret order, by brute force, as `orders` of an oracle.
 
-    Args:
-        order: without_replacement, shuffled_once or reshuffled.
-        dataset_size: Number of records.
-        batch_size: Of the batches; the last one of an epoch may be shorter.
-        num_steps: Number of steps.
+    The order is without_replacement, shuffled_once or reshuffled; the last batch of an epoch may be
+    shorter.
     """
     n, b = dataset_size, batch_size
     if order == "without_replacement":
@@ -63,32 +44,24 @@ class GaussianOracle:
               (H_i x_{t-1} + g_i) + \mathcal{N}(0, \sigma_t^2 I)\Big)\Big)
 
     so that, for every order of the batches, the released iterates are jointly Gaussian on both
-    sides with the same covariance.
-
-    Formal guarantees:
-      - One order: `mu`, `delta` and `renyi` are the exact values for these two runs, in any
-        dimension and for any released steps, up to floating-point rounding.
-      - Several orders (the order is secret): both sides are mixtures. They are exact if all orders
-        give the same covariance and all means lie on one line; the mixtures then differ along
-        that line only. Anything else is refused.
-      - Every value is a lower bound on what a valid claim about a class that contains the run
-        (gradient bound, curvature, batch order) may state. No clipping takes place.
+    sides with the same covariance. With several orders (the order is secret) both sides are
+    mixtures: exact if all orders give the same covariance and all means lie on one line; anything
+    else is refused. No clipping takes place, so every value is at most what a valid claim about a
+    class that contains the run may state.
 
     Args:
         hessians: Shape (n, d, d), symmetric, of any sign; zeros for linear losses.
-        orders: (probability, batches) pairs; the probabilities sum to 1. `batches` holds, for each
-            of the T steps, the indices of the records of its batch; a record may occur repeatedly.
-        learning_rate: eta, a number or shape (T,).
-        noise_std: sigma, the standard deviation of the noise on the SUM of the gradients (the unit
-            of the gradients), a number or shape (T,).
+        orders: (probability, batches) pairs; `batches` holds the indices of the records of each
+            step, where a record may occur repeatedly.
+        learning_rate: eta, a number or one for each step, as weight_decay, noise_std and prox.
+        noise_std: sigma, the standard deviation of the noise on the SUM of the gradients.
         batch_size: b, the public divisor.
         record: Index of the record that differs.
         slope_difference: Shape (d,).
-        weight_decay: w, a number or shape (T,).
-        prox: p, the factor of a proximal map at the end of a step, a number or shape (T,).
+        weight_decay: w.
+        prox: p, the factor of a proximal map at the end of a step.
         slopes: g, shape (n, d); needed only where orders are random. None stands for zeros.
-        release_steps: Steps, counted from 1, after which the iterate is released; the last always
-            is.
+        release_steps: Steps, counted from 1, whose iterates are released; the last always is.
 
     Source: the law of a linear recursion; Balle & Wang 2018 (arXiv 1805.06530 v2), Theorem 5, for
     delta as an integral.
@@ -96,18 +69,18 @@ class GaussianOracle:
 
     def __init__(
         self,
-        hessians: npt.ArrayLike,
-        orders: Sequence[tuple[float, Batches]],
+        hessians,
+        orders,
         *,
-        learning_rate: npt.ArrayLike,
-        noise_std: npt.ArrayLike,
-        batch_size: int,
-        record: int,
-        slope_difference: npt.ArrayLike,
-        weight_decay: npt.ArrayLike = 0.0,
-        prox: npt.ArrayLike = 1.0,
-        slopes: npt.ArrayLike | None = None,
-        release_steps: Sequence[int] = (),
+        learning_rate,
+        noise_std,
+        batch_size,
+        record,
+        slope_difference,
+        weight_decay=0.0,
+        prox=1.0,
+        slopes=None,
+        release_steps=(),
     ):
         self._hessians = np.asarray(hessians, dtype=np.float64)
         size, dimension, _ = self._hessians.shape
@@ -126,10 +99,21 @@ class GaussianOracle:
         self._scale, self._decay = prox * eta / batch_size, prox * (1 - eta * decay)
         self._noise_std = self._scale * sigma
         laws = [self.law(batches, {*release_steps, steps}) for _, batches in orders]
-        means, covariances = map(np.stack, zip(*laws, strict=True))
-        self._first, self._second = _on_a_line(means, covariances)
+        self._first, self._second = _on_a_line(*map(np.stack, zip(*laws, strict=True)))
 
-    def law(self, batches: Batches, released: set[int]) -> tuple[np.ndarray, np.ndarray]:
+    @classmethod
+    def of(cls, event, hessians, orders, **arguments):
+        """With the rates, the noise, the divisor and the releases of an event without clipping."""
+        settings = {
+            "learning_rate": event.per_step("learning_rate"),
+            "noise_std": event.noise_std_on_sum(),
+            "weight_decay": event.per_step("weight_decay"),
+            "batch_size": event.batch_size,
+            "release_steps": event.release_steps,
+        }
+        return cls(hessians, orders, **settings | arguments)
+
+    def law(self, batches, released):
         """Means (k d, 2) and covariance (k d, k d) of the k released iterates for one order."""
         dimension = self._hessians.shape[1]
         mean, covariance = np.zeros((dimension, 2)), np.zeros((dimension, dimension))
@@ -149,60 +133,57 @@ class GaussianOracle:
         return means, joint
 
     @property
-    def mu(self) -> float:
-        """The mu for which the pair is exactly that of N(0, 1) against N(mu, 1); one order only."""
-        assert len(self._weights) == 1
-        return abs(float(self._second[0] - self._first[0]))
+    def mu(self):
+        """The mu for which one order's pair is exactly that of N(0, 1) against N(mu, 1).
 
-    def delta(self, epsilon: float) -> tuple[float, float]:
-        r"""Hockey-stick divergences :math:`\int \max(p - e^\varepsilon q, 0)`, epsilon in [0, 700].
+        With several orders the largest distance of two means.
+        """
+        return float(np.ptp([self._first, self._second]))
 
-        Returns:
-            The data set against its neighbour, and the neighbour against the data set.
+    def delta(self, epsilon):
+        r"""Hockey-stick divergences :math:`\int \max(p - e^\varepsilon q, 0)`, in both directions.
+
+        The data set against its neighbour comes first. Epsilon is in [0, 700].
         """
         return (
             self._hockey_stick(self._first, self._second, epsilon),
             self._hockey_stick(self._second, self._first, epsilon),
         )
 
-    def renyi(self, order: float) -> tuple[float, float]:
+    def renyi(self, order):
         """Renyi divergences (in nats) of an order > 1; directions as in `delta`."""
         return (
             self._renyi(self._first, self._second, order),
             self._renyi(self._second, self._first, order),
         )
 
-    def _log_density(self, x: np.ndarray, centres: np.ndarray) -> np.ndarray:
+    def _log_density(self, x, centres):
         """Log density, times sqrt(2 pi), of the mixture of N(centre, 1)."""
-        squares = -0.5 * (x[..., None] - centres) ** 2
+        squares = -0.5 * (np.asarray(x)[..., None] - centres) ** 2
         return special.logsumexp(squares, b=self._weights, axis=-1)
 
-    def _hockey_stick(self, first: np.ndarray, second: np.ndarray, epsilon: float) -> float:
-        def excess(x: float | np.ndarray) -> np.ndarray:
-            x = np.asarray(x)
+    def _hockey_stick(self, first, second, epsilon):
+        def excess(x):
             return self._log_density(x, first) - self._log_density(x, second) - epsilon
 
-        low = min(first.min(), second.min()) - _TAIL
-        high = max(first.max(), second.max()) + _TAIL
-        x = np.linspace(low, high, 8 * math.ceil(high - low) + 1)
-        values = excess(x)
-        changes = np.flatnonzero(np.sign(values[1:]) != np.sign(values[:-1]))
-        roots = [optimize.brentq(excess, *x[i : i + 2], xtol=1e-14) for i in changes]
-        edges = [-np.inf, *roots, np.inf]
-        middles = [low, *(np.add(roots[1:], roots[:-1]) / 2), high] if roots else [0.0]
+        ends = np.concatenate([first, second])
+        x = np.arange(ends.min() - _TAIL, ends.max() + _TAIL, 0.125)
+        is_inside = excess(x) > 0
+        changes = np.flatnonzero(is_inside[1:] != is_inside[:-1])
+        edges = [optimize.brentq(excess, *x[i : i + 2], xtol=1e-14) for i in changes]
+        edges = [-np.inf] * int(is_inside[0]) + edges + [np.inf] * int(is_inside[-1])
         total = 0.0
-        for (left, right), middle in zip(itertools.pairwise(edges), middles, strict=True):
-            if excess(middle) > 0:
-                total += self._mass(left, right, first)
-                total -= math.exp(epsilon) * self._mass(left, right, second)
+        for left, right in zip(edges[::2], edges[1::2], strict=True):
+            total += self._mass(left, right, first)
+            total -= math.exp(epsilon) * self._mass(left, right, second)
         return min(max(total, 0.0), 1.0)
 
-    def _mass(self, left: float, right: float, centres: np.ndarray) -> float:
+    def _mass(self, left, right, centres):
         a, b = left - centres, right - centres
         a, b = np.where(a > 0, -b, a), np.where(a > 0, -a, b)  # the tail that does not cancel
         return float(self._weights @ (special.ndtr(b) - special.ndtr(a)))
 
-    def _renyi(self, first: np.ndarray, second: np.ndarray, order: float) -> float:
+    def _renyi(self, first, second, order):
         # The trapezoid rule converges geometrically. Where the integrand has a maximum, x is
         # order * (posterior mean of `first`) - (order - 1) * (that of `second`).
         low = order * first.min() - (order - 1) * second.max() - _TAIL
@@ -215,19 +196,10 @@ class GaussianOracle:
         return max(0.0, float(log_integral / (order - 1)))
 
 
-def _on_a_line(means: np.ndarray, covariances: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Whitened positions, on their common line, of the means of the two data sets.
-
-    Args:
-        means: Shape (orders, k d, 2).
-        covariances: Shape (orders, k d, k d).
-
-    Raises:
-        ValueError: There is no such line, or the covariances differ or are singular.
-    """
+def _on_a_line(means, covariances):
+    """Whitened positions, on their common line, of the means (orders, k d, 2) of both data sets."""
     covariance = covariances[0]
-    size = float(np.abs(covariance).max())
-    if float(np.abs(covariances - covariance).max()) > _TOLERANCE * size:
+    if np.abs(covariances - covariance).max() > _TOLERANCE * np.abs(covariance).max():
         raise ValueError("Expected the same covariance in every order, got different ones.")
     eigenvalues, vectors = np.linalg.eigh(covariance)
     if not eigenvalues[0] > 1e-14 * eigenvalues[-1]:
@@ -235,10 +207,9 @@ def _on_a_line(means: np.ndarray, covariances: np.ndarray) -> tuple[np.ndarray, 
     points = np.moveaxis(means, 2, 0) @ (vectors / np.sqrt(eigenvalues))  # (2, orders, k d)
     points = points - points[0, 0]
     norms = np.linalg.norm(points, axis=-1)
-    farthest = points[np.unravel_index(np.argmax(norms), norms.shape)]
-    direction = farthest / (norms.max() or 1.0)
+    direction = points[np.unravel_index(np.argmax(norms), norms.shape)] / (norms.max() or 1.0)
     positions = points @ direction
     off_line = points - positions[..., None] * direction
-    if float(np.linalg.norm(off_line, axis=-1).max()) > _TOLERANCE * norms.max():
+    if np.linalg.norm(off_line, axis=-1).max() > _TOLERANCE * norms.max():
         raise ValueError("Expected the means of all orders on a line, got a plane or more.")
-    return positions[0], positions[1]
+    return positions

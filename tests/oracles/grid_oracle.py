@@ -5,19 +5,15 @@ tuple of counts, one for each group of records. Records without a gradient are i
 not counted; there may be any number of them. A run is a mixture of Markov chains of batches.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import numpy as np
 from scipy import special
 
-from hidden_state_accountants.events.batch_order import BatchOrder
-from hidden_state_accountants.events.last_iterate import LastIterateDpEvent
+from hidden_state_accountants.events.batch_order import BINS, BatchOrder
 
 REACH = 16.0
 """Noise beyond this many standard deviations is cut off, and counted as missing mass."""
@@ -32,124 +28,86 @@ _MOST_BATCHES = 1000
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(12)
 _NODES, _WEIGHTS = (_NODES + 1) / 2, _WEIGHTS / 2  # on [0, 1]
 
-Gradient = Callable[[np.ndarray], np.ndarray]
-Counts = tuple[int, ...]
-Chain = Callable[[int, Counts], Sequence[tuple[float, Counts, Counts]]]
-"""(probability, batch, next state) triples of step t, from 0, in a state."""
-
 
 # --- batches --------------------------------------------------------------------------------------
 
 
-def batch_chains(event: LastIterateDpEvent, groups: list[int | None]) -> list[tuple[float, Chain]]:
-    """The mixture of chains from which `event` draws its batches, for the group of each record."""
+def batch_chains(event, groups):
+    """The mixture of chains from which `event` draws its batches, for the group of each record.
+
+    A chain gives, for a step t from 0 and a state, (probability, batch, next state) triples; the
+    state is what an epoch has not used yet, or nothing. Every chain begins with the empty state.
+    """
     order, b, period = event.batch_order, event.batch_size, event.batches_per_epoch
     sizes = _counts(groups, 1 + max(group for group in groups if group is not None))
-    rest = len(groups) - sum(sizes)
-    if order is BatchOrder.POISSON:
-        poisson = [(p, batch, ()) for p, batch in _poisson(sizes, event.sampling_probability)]
-        return [(1.0, lambda t, state: poisson)]
+
+    def part(index, left):
+        """The next batch of an epoch, of which `left` are in no earlier one."""
+        if order in BINS:
+            return _coins(left, 1 / (period - index))
+        return _subset(left, max(0, len(groups) - index * b) - sum(left), b)
+
+    def fresh(t, state):
+        left = state if t % period else sizes
+        return [(p, batch, _without(left, batch)) for p, batch in part(t % period, left)]
+
+    if order in (BatchOrder.BALLS_IN_BINS_REDRAWN, BatchOrder.RESHUFFLED):
+        return [(1.0, fresh)]
+    if order in (BatchOrder.BALLS_IN_BINS, BatchOrder.SHUFFLED_ONCE):
+        return [(p, _fixed(batches)) for p, batches in _epochs(part, sizes, period)]
+    if order in (BatchOrder.FULL, BatchOrder.CYCLIC):
+        return [(1.0, _fixed([_counts(groups[i * b :][:b], len(sizes)) for i in range(period)]))]
+    drawn = _coins(sizes, event.sampling_probability)
     if order is BatchOrder.WITHOUT_REPLACEMENT:
-        fixed_size = [(p, batch, ()) for p, batch in _without_replacement(sizes, rest, b)]
-        return [(1.0, lambda t, state: fixed_size)]
-    if order is BatchOrder.BALLS_IN_BINS:
-        return [(p, _fixed(batches)) for p, batches in _bins(sizes, period)]
-    if order is BatchOrder.BALLS_IN_BINS_REDRAWN:
-        return [(1.0, _bins_redrawn(sizes, period))]
-    if order is BatchOrder.RESHUFFLED:
-        return [(1.0, _reshuffled(sizes, rest, b, period))]
-    if order is BatchOrder.SHUFFLED_ONCE:
-        return [(p, _fixed(batches)) for p, batches in _shuffles(sizes, rest, b)]
-    batches = [_counts(groups[i : i + b], len(sizes)) for i in range(0, len(groups), b)]
-    return [(1.0, _fixed(batches))]
+        drawn = part(0, sizes)
+    return [(1.0, lambda t, state: [(p, batch, ()) for p, batch in drawn])]
 
 
-def _counts(groups: list[int | None], number: int) -> Counts:
+def _counts(groups, number):
     return tuple(groups.count(group) for group in range(number))
 
 
-def _without(sizes: Counts, batch: Counts) -> Counts:
+def _without(sizes, batch):
     return tuple(k - n for k, n in zip(sizes, batch, strict=True))
 
 
-def _fixed(batches: list[Counts]) -> Chain:
+def _fixed(batches):
     return lambda t, state: [(1.0, batches[t % len(batches)], ())]
 
 
-def _reshuffled(sizes: Counts, rest: int, batch_size: int, period: int) -> Chain:
-    total = sum(sizes) + rest
-
-    def draws(t, state):
-        left = sizes if t % period == 0 else state  # what the epoch has not used yet
-        unused = total - t % period * batch_size - sum(left)
-        return [
-            (p, batch, _without(left, batch))
-            for p, batch in _without_replacement(left, unused, batch_size)
-        ]
-
-    return draws
-
-
-def _shuffles(sizes: Counts, rest: int, batch_size: int) -> Iterator[tuple[float, list[Counts]]]:
-    if not any(sizes) and not rest:
+def _epochs(part, left, period, index=0):
+    """The batches of an epoch that all others repeat."""
+    if index == period:
         yield 1.0, []
         return
-    for p, batch in _without_replacement(sizes, rest, batch_size):
-        left = _without(sizes, batch)
-        unused = max(0, sum(sizes) + rest - batch_size) - sum(left)
-        for q, later in _shuffles(left, unused, batch_size):
+    for p, batch in part(index, left):
+        for q, later in _epochs(part, _without(left, batch), period, index + 1):
             yield p * q, [batch, *later]
 
 
-def _bins(sizes: Counts, bins: int) -> Iterator[tuple[float, list[Counts]]]:
-    """The batches of an epoch, if every record draws one of them."""
-    if bins == 1:
-        yield 1.0, [sizes]
-        return
-    for p, batch in _poisson(sizes, 1 / bins):
-        for q, later in _bins(_without(sizes, batch), bins - 1):
-            yield p * q, [batch, *later]
-
-
-def _bins_redrawn(sizes: Counts, bins: int) -> Chain:
-    """The same, drawn anew every epoch: the state is what is in a later bin."""
-
-    def draws(t, state):
-        left = sizes if t % bins == 0 else state
-        return [
-            (p, batch, _without(left, batch))
-            for p, batch in _poisson(left, 1 / (bins - t % bins))
-            if p
-        ]
-
-    return draws
-
-
-def _subsets(sizes: Counts) -> Iterator[Counts]:
+def _batches(sizes):
     assert math.prod(k + 1 for k in sizes) <= _MOST_BATCHES, "too many batches to enumerate"
     return itertools.product(*(range(k + 1) for k in sizes))
 
 
-def _poisson(sizes: Counts, rate: float) -> Iterator[tuple[float, Counts]]:
-    for batch in _subsets(sizes):
-        yield (
-            math.prod(
-                math.comb(k, n) * rate**n * (1 - rate) ** (k - n)
-                for k, n in zip(sizes, batch, strict=True)
-            ),
-            batch,
-        )
+def _coins(sizes, rate):
+    """Every record takes part with a probability of its own."""
+    found = []
+    for batch in _batches(sizes):
+        pairs = zip(sizes, batch, strict=True)
+        p = math.prod(math.comb(k, n) * rate**n * (1 - rate) ** (k - n) for k, n in pairs)
+        found += [(p, batch)] * (p > 0)
+    return found
 
 
 @functools.lru_cache(maxsize=1024)  # binomial coefficients of large data sets have many digits
-def _without_replacement(
-    sizes: Counts, rest: int, batch_size: int
-) -> tuple[tuple[float, Counts], ...]:
+def _subset(sizes, rest, batch_size):
+    """A batch of a fixed size, of these records and `rest` that are in no group."""
     size = min(batch_size, sum(sizes) + rest)
     total = math.comb(sum(sizes) + rest, size)
     return tuple(
         (math.prod(map(math.comb, sizes, batch)) * math.comb(rest, others) / total, batch)
-        for batch in _subsets(sizes)
+        for batch in _batches(sizes)
         if 0 <= (others := size - sum(batch)) <= rest
     )
 
@@ -165,21 +123,20 @@ class Measure:
     mass: np.ndarray
 
     @property
-    def index(self) -> np.ndarray:
+    def index(self):
         """The lattice points."""
         return self.first + np.arange(len(self.mass))
 
-    def blurred(self, kernel: Measure) -> Measure:
+    def blurred(self, kernel):
         """Convolution. Sums of positive terms only: tails keep their relative precision."""
         return Measure(self.first + kernel.first, np.convolve(self.mass, kernel.mass))
 
-    def folded(self, low: float, high: float) -> Measure:
+    def folded(self, low, high):
         """Projection on [low, high]: the mass outside goes to the ends."""
         index = np.clip(self.index, low, high).astype(np.int64)
-        first = int(index[0])
-        return Measure(first, np.bincount(index - first, self.mass))
+        return Measure(int(index[0]), np.bincount(index - index[0], self.mass))
 
-    def trimmed(self, low: float, high: float, negligible: float) -> tuple[Measure, float]:
+    def trimmed(self, low, high, negligible):
         """Without the ends that hold no mass to speak of, and the mass that may have gone astray.
 
         That is the mass cut off and, where the measure does not end at `low` or `high`, the mass
@@ -191,15 +148,12 @@ class Measure:
         if left >= right:
             return Measure(self.first, mass[:1]), float(mass.sum())
         kept = Measure(self.first + left, mass[left:right])
-        astray = float(mass[:left].sum() + mass[right:].sum())
-        if kept.first > low:
-            astray += float(kept.mass[0])
-        if kept.index[-1] < high:
-            astray += float(kept.mass[-1])
-        return kept, astray
+        astray = mass[:left].sum() + mass[right:].sum()
+        astray += kept.mass[0] * (kept.first > low) + kept.mass[-1] * (kept.index[-1] < high)
+        return kept, float(astray)
 
 
-def split(position: np.ndarray, mass: np.ndarray) -> Measure:
+def split(position, mass):
     """Splits mass at real positions (in lattice units) onto the two nodes next to each.
 
     The mean is kept exactly: this is a random rounding whose error has mean zero.
@@ -214,7 +168,7 @@ def split(position: np.ndarray, mass: np.ndarray) -> Measure:
     return Measure(low, left + right)
 
 
-def node_kernel(std: float, reach: float) -> Measure:
+def node_kernel(std, reach):
     """N(0, std**2), in lattice units, rounded randomly to the nodes without moving the mean."""
     end = math.ceil(reach * std) + 1
     index = np.arange(end + 1)
@@ -226,24 +180,18 @@ def node_kernel(std: float, reach: float) -> Measure:
     return Measure(-end, np.concatenate([mass[:0:-1], mass]))
 
 
-def cell_kernel(std: float, reach: float) -> Measure:
+def cell_kernel(std, reach):
     """N(0, std**2): the exact mass of the cells [k, k + 1]."""
     end = math.ceil(reach * std)
-    tails = special.ndtr(-np.arange(end + 1) / std)
-    half = tails[:-1] - tails[1:]
+    half = -np.diff(special.ndtr(-np.arange(end + 1) / std))
     return Measure(-end, np.concatenate([half[::-1], half]))
 
 
-@attrs.frozen(eq=False)
+@attrs.frozen(eq=False, slots=False)
 class CellPair:
     """The computed masses of the same cells under two laws, and how far the real ones may differ.
 
-    Attributes:
-        p: Masses of the first law; shape (cells,).
-        q: Masses of the second law; shape (cells,).
-        missing_p: Mass of the first law that was cut off on the way.
-        missing_q: Mass of the second law that was cut off on the way.
-        kappa: Shape (num_steps,); see `GridOracle`.
+    The mass that was cut off on the way is missing; for kappa of every step see `GridOracle`.
     """
 
     p: np.ndarray
@@ -252,11 +200,11 @@ class CellPair:
     missing_q: float
     kappa: np.ndarray
 
-    def reversed(self) -> CellPair:
+    def reversed(self):
         """The other direction."""
         return CellPair(self.q, self.p, self.missing_q, self.missing_p, self.kappa)
 
-    def at_least(self, p: np.ndarray) -> np.ndarray:
+    def at_least(self, p):
         """Lower bounds on real probabilities from computed ones, of the first law.
 
         The better of Hölder's inequality and the upper bound on the complement.
@@ -264,47 +212,44 @@ class CellPair:
         orders = np.geomspace(1e-4, 0.9, 40) / (2 * float(self.kappa.max()))
         rounding = _ROUNDING * len(self.kappa)
         p = np.maximum(p - self.missing_p, 0)
-        best = np.zeros_like(p)
+        best = 1 - self._inflated(1 - p + rounding)
         for a in orders[orders > 1]:
             log_moment = rounding - 0.5 * float(np.log1p(-2 * a * self.kappa).sum()) / a
             best = np.maximum(best, (p * math.exp(-log_moment)) ** (a / (a - 1)))
-        return np.maximum(best, 1 - self._inflated(1 - p + rounding))
+        return np.maximum(best, 0)
 
-    def at_most(self, q: np.ndarray) -> np.ndarray:
+    def at_most(self, q):
         """Upper bounds on real probabilities from computed ones, of the second law."""
         return np.minimum(self._inflated(q + self.missing_q), 1.0)
 
-    def _inflated(self, mass: np.ndarray) -> np.ndarray:
+    def _inflated(self, mass):
         slack = float(self.kappa.sum()) + _ROUNDING * len(self.kappa)
         return mass * math.exp(min(slack, LARGEST_EPSILON))
 
-    def hockey_stick(self, epsilon: float) -> float:
-        """The computed hockey-stick divergence."""
-        return float(np.maximum(self.p - math.exp(epsilon) * self.q, 0).sum())
-
-    def hockey_stick_lower_bound(self, epsilon: float) -> float:
-        """At most the real one."""
+    def hockey_stick(self, epsilon):
+        """The computed hockey-stick divergence, and at most the real one."""
+        factor = math.exp(epsilon)
         # The loss is about 2 * sum(kappa): a set chosen with it in mind loses least.
-        best = 0.0
+        certified = 0.0
         for margin in (0.0, 2 * float(self.kappa.sum())):
             inside = self.p > math.exp(min(epsilon + margin, LARGEST_EPSILON)) * self.q
-            p = self.at_least(np.array([self.p[inside].sum()]))[0]
-            q = self.at_most(np.array([self.q[inside].sum()]))[0]
-            best = max(best, float(p - math.exp(epsilon) * q))
-        return best
+            p, q = self.at_least(self.p[inside].sum()), self.at_most(self.q[inside].sum())
+            certified = max(certified, float(p - factor * q))
+        return float(np.maximum(self.p - factor * self.q, 0).sum()), certified
 
-    def renyi(self, order: float) -> float:
-        """The computed Renyi divergence."""
+    def renyi(self, order):
+        """The computed Renyi divergence, and at most the real one."""
         # The tails of p and q are cut off at different places; without these corrections a cell
         # of p could stand against an empty cell of q.
-        return _renyi(self.p - self.missing_p, self.q + self.missing_q, order)
+        computed = _renyi(self.p - self.missing_p, self.q + self.missing_q, order)
+        return computed, _renyi(*self._certified, order)
 
-    def renyi_lower_bound(self, order: float) -> float:
-        """At most the real one."""
-        return _renyi(self.at_least(self.p), self.at_most(self.q), order)
+    @functools.cached_property
+    def _certified(self):
+        return self.at_least(self.p), self.at_most(self.q)
 
 
-def _renyi(p: np.ndarray, q: np.ndarray, order: float) -> float:
+def _renyi(p, q, order):
     p, q = p[p > 0], q[p > 0]
     if p.size == 0:
         return 0.0
@@ -338,17 +283,13 @@ class GridOracle:
     is rounded to one of the two nodes next to it, at random and without moving its mean; noise and
     projection are exact, and so are the masses of the cells of the last iterate.
 
-    Formal guarantees:
-      - `value` is an estimate for the given gradients, `error` says how far to trust it.
-      - `lower_bound` is at most the exact divergence of the run in which every per-example
-        gradient, clipped, is replaced by its piecewise linear INTERPOLANT on the grid. The
-        interpolant has the same bound, monotonicity, Lipschitz and Hölder constants and lower
-        curvature: that run belongs to every class (`LossGeometry`, clip norm) that the given run
-        belongs to, except that strong convexity is lost in a cell where clipping sets in, and that
-        under a schedule of clip norms the loss may differ between steps. A valid claim about the
-        class is therefore at least `lower_bound`. For gradients that are linear between nodes the
-        interpolant is the gradient itself. Floating-point rounding is not bounded rigorously: a
-        slack of 1e-11 per step is taken off for it.
+    `lower_bound` is at most the exact divergence of the run in which every per-example gradient,
+    clipped, is replaced by its piecewise linear INTERPOLANT on the grid. It has the same bound,
+    monotonicity, Lipschitz and Hölder constants and lower curvature: that run belongs to every
+    class (`LossGeometry`, clip norm) that the given run belongs to, except that strong convexity is
+    lost in a cell where clipping sets in, and that under a schedule of clip norms the loss may
+    differ between steps. Floating-point rounding is not bounded rigorously: a slack of 1e-11 per
+    step is taken off for it.
 
     Proof. Let h be the cell width and g_t the largest difference of the update at two neighbouring
     nodes. Given the past, the computed run adds to the mean of the real step an error U of mean
@@ -371,8 +312,7 @@ class GridOracle:
 
     Args:
         event: A run without releases, a cap on Poisson batches, a proximal map or steps without
-            noise. Its `loss` is not used: whether the gradients have the declared geometry is the
-            caller's responsibility.
+            noise. Whether the gradients have the geometry of its `loss` is up to the caller.
         gradients: One callable for each record, from an array of iterates to the gradients at them;
             neither clipped nor averaged; None for no gradient. Equal callables are taken together,
             which is what makes many records possible under random orders.
@@ -391,15 +331,15 @@ class GridOracle:
 
     def __init__(
         self,
-        event: LastIterateDpEvent,
-        gradients: Sequence[Gradient | None],
-        neighbour: Gradient | None,
+        event,
+        gradients,
+        neighbour,
         *,
-        record: int = 0,
-        start: float = 0.0,
-        domain: tuple[float, float] | None = None,
-        cells_per_std: int = 32,
-        reach: float = REACH,
+        record=0,
+        start=0.0,
+        domain=None,
+        cells_per_std=32,
+        reach=REACH,
     ):
         assert not event.release_steps
         assert event.max_batch_size is None
@@ -409,62 +349,47 @@ class GridOracle:
         width = math.inf if domain is None else domain[1] - domain[0]
         assert width <= event.domain_diameter
         assert (domain is None) == (event.domain_diameter == math.inf)
-        number: dict[Gradient | None, int | None] = {None: None}
+        number = {None: None}
         for i, gradient in enumerate(gradients):
             if i != record and gradient is not None:
                 number.setdefault(gradient, len(number))
         groups = [0 if i == record else number[g] for i, g in enumerate(gradients)]
         chains = batch_chains(event, groups)
         others = [gradient for gradient in number if gradient is not None]
-        first, second = [gradients[record], *others], [neighbour, *others]
+        sides = [gradients[record], *others], [neighbour, *others]
         self._fine, self._coarse = (
-            _cell_pair(_Grid(event, start, domain, per_std, reach), chains, first, second)
+            _cell_pair(_Grid(event, start, domain, per_std, reach), chains, *sides)
             for per_std in (cells_per_std, cells_per_std / 2)
         )
 
-    def delta(self, epsilon: float) -> tuple[GridEstimate, GridEstimate]:
+    def delta(self, epsilon):
         r"""Hockey-stick divergences :math:`\int \max(p - e^\varepsilon q, 0)`, epsilon in [0, 700].
 
-        Returns:
-            The data set against its neighbour, and the neighbour against the data set.
+        Of the data set from its neighbour, and of the neighbour from the data set.
         """
-        return self._estimates(
-            lambda pair: pair.hockey_stick(epsilon),
-            lambda pair: pair.hockey_stick_lower_bound(epsilon),
-        )
+        return self._estimates(lambda pair: pair.hockey_stick(epsilon))
 
-    def renyi(self, order: float) -> tuple[GridEstimate, GridEstimate]:
+    def renyi(self, order):
         """Renyi divergences (in nats) of an order > 1; directions as in `delta`.
 
         Noise beyond 16 standard deviations is cut off: where order * mu is beyond about 10, `value`
         falls short.
         """
-        return self._estimates(
-            lambda pair: pair.renyi(order), lambda pair: pair.renyi_lower_bound(order)
-        )
+        return self._estimates(lambda pair: pair.renyi(order))
 
-    def _estimates(
-        self, estimate: Callable[[CellPair], float], lower_bound: Callable[[CellPair], float]
-    ) -> tuple[GridEstimate, GridEstimate]:
+    def _estimates(self, divergence):
         fine, coarse = self._fine, self._coarse
-        forward, backward = (
-            GridEstimate(value := estimate(a), abs(value - estimate(b)), lower_bound(a))
-            for a, b in ((fine, coarse), (fine.reversed(), coarse.reversed()))
-        )
-        return forward, backward
+        found = []
+        for a, b in ((fine, coarse), (fine.reversed(), coarse.reversed())):
+            value, lower_bound = divergence(a)
+            found.append(GridEstimate(value, abs(value - divergence(b)[0]), lower_bound))
+        return tuple(found)
 
 
 class _Grid:
     """The run in lattice units: node k is the iterate anchor + k * width."""
 
-    def __init__(
-        self,
-        event: LastIterateDpEvent,
-        start: float,
-        domain: tuple[float, float] | None,
-        cells_per_std: float,
-        reach: float,
-    ):
+    def __init__(self, event, start, domain, cells_per_std, reach):
         self.reach = reach
         self.negligible = NEGLIGIBLE if reach == REACH else float(special.ndtr(-reach))
         self.eta = event.per_step("learning_rate") / event.batch_size
@@ -480,9 +405,7 @@ class _Grid:
             self.anchor, self.low, self.high = domain[0], 0, cells
         self.std = std / self.width
 
-    def updates(
-        self, t: int, iterate: np.ndarray, gradients: Sequence[Gradient | None]
-    ) -> Callable[[Counts], np.ndarray]:
+    def updates(self, t, iterate, gradients):
         """The update without its noise, in lattice units, as a function of the batch."""
         raw = [np.zeros_like(iterate) if g is None else g(iterate) for g in gradients]
         values = [
@@ -490,25 +413,20 @@ class _Grid:
             for value in raw
         ]
 
-        def update(batch: Counts) -> np.ndarray:
+        def update(batch):
             total = sum(n * value for n, value in zip(batch, values, strict=True) if n)
             return (self.decay[t] * iterate - self.eta[t] * total - self.anchor) / self.width
 
         return update
 
-    def propagate(
-        self, chain: Chain, gradients: Sequence[Gradient | None]
-    ) -> tuple[Measure, np.ndarray, float]:
+    def propagate(self, chain, gradients):
         """The law of the last iterate on the cells, kappa of every step, and the missing mass."""
         steps = len(self.eta)
         kappa, missing = np.zeros(steps), 0.0
-        laws: dict[Counts, tuple[np.ndarray, np.ndarray]] = {
-            (): (np.array([self.start]), np.array([1.0]))
-        }
+        laws = {(): (np.array([self.start]), np.array([1.0]))}
         for t in range(steps):
             last = t == steps - 1
-            parts: dict[Counts, list[tuple[np.ndarray, np.ndarray]]] = {}
-            gap = 0.0
+            parts, gap = {}, 0.0
             for state, (iterate, mass) in laws.items():
                 update = self.updates(t, iterate, gradients)
                 for probability, batch, after in chain(t, state):
@@ -520,8 +438,7 @@ class _Grid:
             missing += 2 * float(special.ndtr(-self.reach))
             laws = {}
             for after, pieces in parts.items():
-                positions, masses = map(np.concatenate, zip(*pieces, strict=True))
-                law = split(positions, masses).blurred(kernel)
+                law = split(*map(np.concatenate, zip(*pieces, strict=True))).blurred(kernel)
                 if last:
                     # Cell k is [k, k + 1]; the cells next to the domain hold the atoms at its ends.
                     return law.folded(self.low - 1, self.high), kappa, missing
@@ -532,23 +449,18 @@ class _Grid:
         raise AssertionError("an event has at least one step")
 
 
-def _cell_pair(
-    grid: _Grid,
-    chains: list[tuple[float, Chain]],
-    first: Sequence[Gradient | None],
-    second: Sequence[Gradient | None],
-) -> CellPair:
+def _cell_pair(grid, chains, first, second):
     """The laws of the last iterate on both data sets, on the same cells."""
-    laws, missing, kappas = [], [], []
-    for gradients in (first, second):
-        runs = [(w, *grid.propagate(chain, gradients)) for w, chain in chains]
-        laws.append([Measure(law.first, w * law.mass) for w, law, _, _ in runs])
-        missing.append(sum(w * lost for w, _, _, lost in runs))
-        kappas += [kappa for _, _, kappa, _ in runs]
-    low = min(law.first for side in laws for law in side)
-    high = max(law.first + len(law.mass) for side in laws for law in side)
-    p, q = np.zeros(high - low), np.zeros(high - low)
-    for total, side in zip((p, q), laws, strict=True):
-        for law in side:
-            total[law.first - low :][: len(law.mass)] += law.mass
-    return CellPair(p, q, missing[0], missing[1], np.max(kappas, axis=0))
+    sides = [
+        [(w, *grid.propagate(chain, gradients)) for w, chain in chains]
+        for gradients in (first, second)
+    ]
+    runs = [run for side in sides for run in side]
+    low = min(law.first for _, law, _, _ in runs)
+    high = max(law.first + len(law.mass) for _, law, _, _ in runs)
+    masses = np.zeros((2, high - low))
+    for total, side in zip(masses, sides, strict=True):
+        for w, law, _, _ in side:
+            total[law.first - low :][: len(law.mass)] += w * law.mass
+    missing = [sum(w * lost for w, _, _, lost in side) for side in sides]
+    return CellPair(*masses, *missing, np.max([kappa for _, _, kappa, _ in runs], axis=0))

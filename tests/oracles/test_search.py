@@ -38,10 +38,7 @@ SEARCHES = {
 def judge(run, guarantees, epsilons):
     """Holds every claim against the oracle of the run.
 
-    Args:
-        run: Of exact_runs.py.
-        guarantees: Claims by name.
-        epsilons: At which delta is compared; None for those where it is large and small.
+    Delta is compared at `epsilons`; None stands for those where it is large and small.
 
     Returns:
         How close the run came to a claim, and how close to one well below composition.
@@ -53,29 +50,24 @@ def judge(run, guarantees, epsilons):
         tried = epsilons
         if tried is None:
             tried = {0.0, *(e for d in (1e-2, 1e-6) if (e := guarantee.epsilon(d)) < 30)}
+        claims = guarantee.rdp(RENYI_ORDERS).tolist()
+        compared = [("renyi", o, c, renyi[o]) for o, c in zip(RENYI_ORDERS, claims, strict=True)]
         for epsilon in sorted(tried):
             lower = max(run.delta(epsilon), default=0.0)
-            compare(run, name, "delta", epsilon, guarantee.delta(epsilon), lower)
-        claims = guarantee.rdp(RENYI_ORDERS).tolist()
-        for order, claim in zip(RENYI_ORDERS, claims, strict=True):
-            compare(run, name, "renyi", order, claim, renyi[order])
-            share = renyi[order] / claim if 1e-9 < claim < math.inf else 0.0
-            closest["any"] = max(closest["any"], share)
-            if claims[RENYI_ORDERS.index(2.0)] < 0.7 * composed < math.inf:
-                closest["amplified"] = max(closest["amplified"], share)
+            compared.append(("delta", epsilon, guarantee.delta(epsilon), lower))
+        is_amplified = claims[RENYI_ORDERS.index(2.0)] < 0.7 * composed < math.inf
+        for divergence, argument, claim, lower in compared:
+            if claim == math.inf:
+                continue
+            is_above = lower > claim * (1 + 1e-6) + 1e-12
+            if is_above or is_refuted(run, divergence, argument, claim):
+                raise AssertionError(
+                    f"{name} claims {divergence}({argument:g}) = {claim:.9g}, but it is at least "
+                    f"{lower:.9g}.\n{run.relation}\n{run!r}"
+                )
+            for label in ("any", "amplified")[: 1 + is_amplified] if claim > 1e-9 else ():
+                closest[label] = max(closest[label], lower / claim)
     return closest
-
-
-def compare(run, name, divergence, argument, claim, lower):
-    """Raises if a divergence certainly is above the claim."""
-    if claim == math.inf:
-        return
-    is_above = lower > claim * (1 + 1e-6) + 1e-12
-    if is_above or is_refuted(run, divergence, argument, claim):
-        raise AssertionError(
-            f"{name} claims {divergence}({argument:g}) = {claim:.9g}, but it is at least "
-            f"{lower:.9g}.\n{run.relation}\n{run!r}"
-        )
 
 
 def is_refuted(run, divergence, argument, claim):

@@ -41,17 +41,13 @@ def full_run(**changes):
 def probe_run(**changes):
     """The reference run of the theory: a softmax probe, clip on, 200 epochs of 100 batches."""
     arguments = {
-        "noise_multiplier": 2.0,
-        "learning_rate": 0.5,
-        "clip_norm": 1.0,
         "batch_size": 500,
         "dataset_size": 50_000,
         "num_steps": 20_000,
-        "batch_order": hsa.BatchOrder.CYCLIC,
         "loss": hsa.LossGeometry.softmax_cross_entropy(1.0),
         "weight_decay": 0.1,
     }
-    return hsa.LastIterateDpEvent(**(arguments | changes))
+    return cyclic_run(**(arguments | changes))
 
 
 def dice_run(**changes):

@@ -98,6 +98,18 @@ def draw_curvature(draw, kind):
     return low.get(kind, 0.0), 1.0
 
 
+def geometry_of(kind, curvature, lipschitz, constant=1.0, exponent=1.0):
+    """The class of losses with such eigenvalues; the constant and the exponent are Hölder's."""
+    low, high = curvature
+    arguments = {
+        "linear": (),
+        "strongly_convex": (high, low),
+        "weakly_convex": (high, -low),
+        "hoelder": (constant, exponent),
+    }
+    return getattr(hsa.LossGeometry, kind)(*arguments.get(kind, (high,)), lipschitz)
+
+
 def sound_guarantees(event, relation, accountant=True):
     """What every sound bound that applies says, and the accountant, by name.
 
@@ -133,15 +145,8 @@ def events(draw, orders=tuple(hsa.BatchOrder), constant=False):
     lipschitz = draw(st.none() | st.just(float(np.min(clip))) | magnitudes(0.1, 3))
     if kind == "linear":
         lipschitz = lipschitz or 1.0
-    low, high = draw_curvature(draw, kind)
-    loss = {
-        "linear": lambda: hsa.LossGeometry.linear(lipschitz),
-        "strongly_convex": lambda: hsa.LossGeometry.strongly_convex(high, low, lipschitz),
-        "weakly_convex": lambda: hsa.LossGeometry.weakly_convex(high, -low, lipschitz),
-        "hoelder": lambda: hsa.LossGeometry.hoelder(
-            1.0, draw(st.sampled_from([0.5, 1.0])), lipschitz
-        ),
-    }.get(kind, lambda: getattr(hsa.LossGeometry, kind)(high, lipschitz))()
+    exponent = draw(st.sampled_from([0.5, 1.0]))
+    loss = geometry_of(kind, draw_curvature(draw, kind), lipschitz, exponent=exponent)
     if lipschitz is not None and draw(st.booleans()):
         clip = None
     declared = hsa.LastIterateDpEvent(
