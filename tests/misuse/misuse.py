@@ -28,6 +28,10 @@ DECLARED = "declared"
 RECORDS, BATCH, STEPS = 6, 2, 3  # three steps are an epoch
 
 
+def nothing():
+    """What an honest step does between, before and after its pass."""
+
+
 class Trial:
     """One accounted run: a frozen identity, a buffer and a trained linear head, tiny.
 

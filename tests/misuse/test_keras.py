@@ -20,7 +20,7 @@ from keras_fixtures import (  # noqa: F401
     row_by_row,
     without_graphs,
 )
-from misuse import BATCH, RECORDS, Trial
+from misuse import BATCH, RECORDS, Trial, nothing
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
@@ -132,6 +132,16 @@ def data(change=lambda dataset: dataset):
 class OnKeras(Trial):
     """What is done to a model of Keras: `model`, with `backbone`, `buffer` and `bias` in it."""
 
+    def stack(self, head=None):
+        """The layer before a frozen one, a buffer, and the head, which is linear if not given."""
+        self.backbone = layers.Dense(
+            FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
+        )
+        self.buffer, self.bias = Shift(FEATURES, trainable=False), Shift(1, trainable=True)
+        before = LAYERS.get(self.layer, LAYERS[""])()
+        head = head or [linear(use_bias=False), self.bias]
+        return [before, self.backbone, self.buffer, *head]
+
     def weights(self):
         return [v.numpy() for v in self.model.trainable_variables]
 
@@ -211,17 +221,11 @@ class KerasTrial(OnKeras):
         )
 
     def build(self):
-        self.backbone = layers.Dense(
-            FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
-        )
-        self.buffer, self.bias = Shift(FEATURES, trainable=False), Shift(1, trainable=True)
-        head = [linear(use_bias=False), self.bias]
-        before = LAYERS[self.layer]()
-        self.model = Model([before, self.backbone, self.buffer, *head])
+        self.model = Model(self.stack())
         self.model.build((None, FEATURES))
         self.model.act = self.act
-        self.before = self.after = self.extra = None
-        self.scale, self.factor, self.pairs, self.broadcasts = 1.0, 1.0, None, False
+        self.acts, self.extra = (nothing, nothing, 1.0), None
+        self.factor, self.pairs, self.broadcasts = 1.0, None, False
 
     def compile(self, optimizer):
         self.model.compile(optimizer, self.loss, run_eagerly=True)
@@ -235,25 +239,21 @@ class KerasTrial(OnKeras):
 
     # The loop
 
-    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
+    def epoch(self, *, at=1, between=nothing, before=nothing, after=nothing, scale=1.0):
         def begin(index, logs):
             if index == at:
-                if between is not None:
-                    between()
-                self.before, self.after, self.scale = before, after, scale
+                between()
+                self.acts = before, after, scale
 
         act = tf.keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
         self.model.fit(self.data, callbacks=self.account.with_others(act), verbose=0)
 
     def act(self, x, y):
         """One step, with what was asked for."""
-        (before, after, scale), self.before, self.after, self.scale = (
-            (self.before, self.after, self.scale), None, None, 1.0,
-        )  # fmt: skip
+        (before, after, scale), self.acts = self.acts, (nothing, nothing, 1.0)
 
         def losses():
-            if before is not None:
-                before()
+            before()
             outputs = self.model(x, training=True)
             values = scale * self.loss(y, outputs)
             if self.broadcasts:
@@ -261,8 +261,7 @@ class KerasTrial(OnKeras):
                 self.broadcasts = False
             if self.extra is not None:
                 values += 0.0 * self.extra
-            if after is not None:
-                after()
+            after()
             return values
 
         self.update(losses)
@@ -377,7 +376,7 @@ class ModelTrial(OnKeras):
         said: What the model is told of the loss.
         decay: Of the weights.
         has_bound: See `Trial`.
-        batch, grouping, sample_weight: What `group` and `weigh` have changed.
+        grouping, sample_weight: What `group` and `weigh` have changed.
     """
 
     layer: str
@@ -387,7 +386,6 @@ class ModelTrial(OnKeras):
     said: dict = attrs.Factory(lambda: {"loss_geometry": SMOOTH})
     decay: float | None = 0.1
     has_bound: bool = True
-    batch: int = BATCH
     grouping: dict = attrs.Factory(dict)
     sample_weight: np.ndarray | None = None
 
@@ -403,26 +401,20 @@ class ModelTrial(OnKeras):
         return self.factor * tf.nn.sigmoid_cross_entropy_with_logits(targets, outputs)[:, 0]
 
     def build(self):
-        self.backbone = layers.Dense(
-            FEATURES, use_bias=False, kernel_initializer="identity", trainable=False
-        )
-        self.buffer, self.bias = Shift(FEATURES, trainable=False), Shift(1, trainable=True)
-        head, loss, said = [linear(use_bias=False), self.bias], self.losses, self.said
+        head, self.loss, said = None, self.losses, self.said
         if self.layer in HEADS:
-            head, loss, said = HEADS[self.layer]()
-        before = LAYERS.get(self.layer, LAYERS[""])()
+            head, self.loss, said = HEADS[self.layer]()
         self.settings = {
             "l2_norm_clip": self.start["clip_norm"],
             "noise_multiplier": self.start["noise_multiplier"],
             **{"batch_order": "cyclic", **said, **self.grouping},
         }
-        self.model = self.model_of([before, self.backbone, self.buffer, *head])
-        self.model.build((None, FEATURES))
-        self.loss = loss
-        self.compile()
+        self.build_of(self.stack(head))
 
-    def model_of(self, stack):
-        return HiddenStateSequential(stack, **self.settings)
+    def build_of(self, stack):
+        self.model = HiddenStateSequential(stack, **self.settings)
+        self.model.build((None, FEATURES))
+        self.compile()
 
     def compile(self):
         self.optimizer = self.new_optimizer()
@@ -431,31 +423,29 @@ class ModelTrial(OnKeras):
     def new_optimizer(self):
         return tf.keras.optimizers.SGD(self.start["learning_rate"], weight_decay=self.decay)
 
-    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
-        if before is not None or after is not None:
+    def epoch(self, *, at=1, between=nothing, before=nothing, after=nothing, scale=1.0):
+        if (before, after) != (nothing, nothing):
             raise NotImplementedError("the step has no loop of one's own")
 
         def begin(index, logs):
             self.factor.assign(scale if index == at else 1.0)
-            if index != at:
-                return
-            if self.interrupts:
+            if index == at and self.interrupts:
                 raise KeyboardInterrupt
-            if between is not None:
+            if index == at:
                 between()
 
         act = tf.keras.callbacks.LambdaCallback(on_train_batch_begin=begin)
         self.model.fit(
             self.x,
             self.y,
-            batch_size=self.batch,
+            batch_size=BATCH,
             sample_weight=self.sample_weight,
             callbacks=[act],
             verbose=0,
         )
 
-    def group(self, number, *, batch=BATCH, **settings):
-        self.batch, self.grouping = batch, {"num_microbatches": number, **settings}
+    def group(self, number, **settings):
+        self.grouping = {"num_microbatches": number, **settings}
         self.build()
 
     def weigh(self, weights):
@@ -493,9 +483,7 @@ class ModelTrial(OnKeras):
         self.group(BATCH, **relation, batch_order="poisson", loss_geometry=None)
 
     def copy_model(self):
-        self.model = self.model_of([*self.model.layers])
-        self.model.build((None, FEATURES))
-        self.compile()
+        self.build_of([*self.model.layers])
 
     def save(self):
         is_secret = self.rule is dice_update

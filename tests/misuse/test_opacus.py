@@ -10,7 +10,7 @@ import attrs
 import misuse
 import pytest
 import torch
-from misuse import BATCH, RECORDS, Trial
+from misuse import BATCH, RECORDS, Trial, nothing
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -144,14 +144,13 @@ class OpacusTrial(Trial):
 
     # The loop
 
-    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
+    def epoch(self, *, at=1, between=nothing, before=nothing, after=nothing, scale=1.0):
         for index, batch in enumerate(self.loader):
-            if index != at:
-                self.step(batch)
-                continue
-            if between is not None:
+            if index == at:
                 between()
-            self.step(batch, before, after, scale)
+                self.step(batch, before, after, scale)
+            else:
+                self.step(batch)
 
     def batches(self):
         return iter(self.loader)
@@ -159,17 +158,15 @@ class OpacusTrial(Trial):
     def other_batches(self):
         return iter(DataLoader(self.loader.dataset, batch_size=BATCH))
 
-    def step(self, batch, before=None, after=None, scale=1.0):
+    def step(self, batch, before=nothing, after=nothing, scale=1.0):
         features, labels = batch
         features = features.to(self.model.head.weight.dtype)
 
         def backward():
             self.optimizer.zero_grad()
-            if before is not None:
-                before()
+            before()
             (scale * self.criterion(self.private(features), labels)).backward()
-            if after is not None:
-                after()
+            after()
 
         if self.takes_closure:
             self.optimizer.step(backward)

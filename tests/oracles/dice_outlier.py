@@ -18,7 +18,7 @@ from scipy import stats
 from hidden_state_accountants.auditing.evidence import Evidence
 from hidden_state_accountants.auditing.linear_losses import Atoms, HalfLines
 from hidden_state_accountants.bounds.solvers.inclusion_counts import inclusions
-from hidden_state_accountants.events.batch_order import EPOCH_ORDERS, BatchOrder, unmet_relation
+from hidden_state_accountants.events.batch_order import BatchOrder, unmet_relation
 from hidden_state_accountants.events.dice_sgd import DiceSgdDpEvent
 from hidden_state_accountants.process.conditions import UnmetCondition
 
@@ -49,10 +49,6 @@ class DiceOutlier:
         reason = unmet_relation(event.batch_order, relation)
         if reason:
             return (UnmetCondition("neighboring_relation", reason, relation.name),)
-        if event.batch_order in EPOCH_ORDERS and event.dataset_size % event.batch_size:
-            return (UnmetCondition("batch_size", "a divisor of dataset_size", "a remainder"),)
-        if event.noise_std == 0:
-            return (UnmetCondition("noise_std", "> 0", "0"),)
         if event.automatic and event.gradient_bound < event.clip_norm:
             need = f">= clip_norm = {event.clip_norm:g} in the automatic variant"
             return (UnmetCondition("gradient_bound", need, f"{event.gradient_bound:g}"),)

@@ -313,15 +313,13 @@ class GridOracle:
     Args:
         event: A run without releases, a cap on Poisson batches, a proximal map or steps without
             noise. Whether the gradients have the geometry of its `loss` is up to the caller.
-        gradients: One callable for each record, from an array of iterates to the gradients at them;
-            neither clipped nor averaged; None for no gradient. Equal callables are taken together,
-            which is what makes many records possible under random orders.
+        gradients: One callable for each record, from an array of iterates to the gradients at them,
+            neither clipped nor averaged; None for no gradient. Equal callables are taken together.
         neighbour: Gradient of the record that replaces `record`, None for none.
-        record: Index of the record that differs. CYCLIC: batch j holds the records
-            j * batch_size, ..., (j + 1) * batch_size - 1.
+        record: Index of the record that differs. CYCLIC: batch j holds the records from
+            j * batch_size on.
         start: x_0.
-        domain: Interval (low, high) on which every iterate is projected; needed exactly if
-            event.domain_diameter is finite, and no longer than that.
+        domain: Interval on which every iterate is projected, no longer than event.domain_diameter.
         cells_per_std: Cells in a standard deviation of the noise on the iterate, at its smallest.
         reach: Standard deviations beyond which noise is cut off, and counted as missing. A small
             one is faster, and misses the tails.
