@@ -26,6 +26,7 @@ from strategies import (
     decays,
     draw_curvature,
     draw_sampling_rate,
+    events,
     geometry_of,
     magnitudes,
     per_step,
@@ -35,7 +36,7 @@ from strategies import (
 import hidden_state_accountants as hsa
 from hidden_state_accountants.events.batch_order import BINS
 
-SHUFFLED_ONCE, RESHUFFLED = EPOCHS
+RESHUFFLED = EPOCHS[1]
 _ESCAPE = 1e-9  # probability, summed over the steps, of leaving the ball where losses are quadratic
 
 
@@ -196,35 +197,24 @@ def _ball(draw, kind, curvature, hessians, record, law):
 
 @st.composite
 def secret_order_runs(draw, orders=(*EPOCHS, *SAMPLED)):
-    """Linear losses under every random order, or a proximal map after the noise."""
-    order = draw(st.sampled_from(orders))
-    relation = draw(relations(order))
-    period, batch = draw(st.integers(1, 4)), draw(st.integers(1, 3))
-    size = period * batch
-    steps = draw(st.integers(1, 12 if order is SHUFFLED_ONCE else 6))
-    assume(order is not RESHUFFLED or period ** (-(-steps // period)) <= 64)
-    eta = draw(per_step(magnitudes(0.05, 2), steps, jump=30))
+    """Linear losses under every random order, with decay or a proximal map after the noise."""
+    event, relation = draw(events(orders, most_steps=6))
+    order, batch, period = event.batch_order, event.batch_size, event.batches_per_epoch
+    assume(order is not RESHUFFLED or period ** (-(-event.num_steps // period)) <= 64)
     strength = draw(st.just(0.0) | magnitudes(0.05, 4))
-    sampling_rate = draw_sampling_rate(draw, order)
-    event = hsa.LastIterateDpEvent(
-        noise_multiplier=draw(per_step(magnitudes(0.3, 5), steps, jump=30)),
-        learning_rate=eta,
-        weight_decay=0.0 if strength else draw(decays(eta)),
+    losses = [hsa.LossGeometry.linear(1.0), hsa.LossGeometry.convex(0.5, 1.0), None]
+    event = attrs.evolve(
+        event,
         clip_norm=1.0,
-        batch_size=batch,
-        dataset_size=size,
-        num_steps=steps,
-        batch_order=order,
-        loss=draw(
-            st.sampled_from([hsa.LossGeometry.linear(1.0), hsa.LossGeometry.convex(0.5, 1.0), None])
-        ),
-        sampling_rate=sampling_rate,
-        max_batch_size=size + 1 if order is SAMPLED[1] and draw(st.booleans()) else None,
+        loss=draw(st.sampled_from(losses)),
+        weight_decay=0.0 if strength else event.weight_decay,
         prox_strong_convexity=strength,
+        domain_diameter=math.inf,
+        release_steps=(),
     )
     others = draw(st.sampled_from([0.0, 1.0, -1.0])) if order is not SAMPLED[1] else 0.0
     own, moved = (-1.0, 2.0) if relation is REPLACE_ONE else (0.0, 1.0)
-    found = patterns(order, steps, period, sampling_rate or 1 / period)
+    found = patterns(order, event.num_steps, period, event.sampling_rate or 1 / period)
     oracle = GaussianOracle.of(
         event,
         np.zeros((2, 1, 1)),

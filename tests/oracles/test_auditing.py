@@ -12,7 +12,7 @@ from dp_accounting.rdp import RdpAccountant
 from gaussian_oracle import GaussianOracle, equally_likely_orders
 from grid_oracle import GridOracle
 from hypothesis import given
-from mixtures_of_gaussians import patterns
+from mixtures_of_gaussians import OF_RANDOM_SIZE, patterns
 from runs import cyclic_run, full_run, probe_run
 from strategies import events, sound_guarantees
 
@@ -90,8 +90,8 @@ def test_extreme_but_legal_rates_leave_no_trace_of_overflow(noise, releases, mu)
 def enumerated(event, there, others):
     """The mixture over all batch sequences, exactly, for constant gradients; the record's is 1."""
     b, steps, size = event.batch_size, event.num_steps, event.dataset_size
-    if event.batch_order is hsa.BatchOrder.POISSON:  # the record alone: the others have no gradient
-        found, weights = patterns(event.batch_order, steps, 1, b / size)
+    if event.batch_order in OF_RANDOM_SIZE:  # the record alone: the others have no gradient
+        found, weights = patterns(event.batch_order, steps, event.batches_per_epoch, b / size)
         orders = [(p, [(0,) * i for i in row]) for row, p in zip(found, weights, strict=True)]
         size = 1
     else:
@@ -111,6 +111,8 @@ def enumerated(event, there, others):
     ("order", "size", "batch", "steps", "relation", "is_scheduled"),
     [
         ("poisson", 6, 2, 5, SPECIAL, True),
+        ("balls_in_bins", 6, 2, 5, SPECIAL, True),
+        ("balls_in_bins_redrawn", 6, 2, 5, SPECIAL, False),
         ("without_replacement", 4, 2, 3, ONE, True),
         ("shuffled_once", 4, 2, 5, SPECIAL, False),
         ("shuffled_once", 3, 2, 4, ONE, True),  # a short last batch
@@ -135,6 +137,7 @@ def test_random_orders_against_enumeration(order, size, batch, steps, relation, 
     for epsilon in (0.0, 0.3, 1.0, 2.5):
         exact = max(max(oracle.delta(epsilon)) for oracle in oracles)
         assert 0.99 * exact - 1e-6 <= evidence.delta(epsilon) <= exact * (1 + 1e-9) + 1e-15
+    assert evidence.epsilon(0.999) == 0
 
 
 def test_releases_of_a_random_order_show_more_and_no_more_than_composition():

@@ -15,7 +15,7 @@ from dp_accounting import NeighboringRelation
 from gaussian_oracle import GaussianOracle
 from hypothesis import given
 from hypothesis import strategies as st
-from runs import cyclic_batches, random_hessian
+from runs import block_run, cyclic_batches, random_hessian
 from scipy import special
 
 import hidden_state_accountants as hsa
@@ -27,16 +27,8 @@ ONE, SPECIAL = NeighboringRelation.REPLACE_ONE, NeighboringRelation.REPLACE_SPEC
 
 def run(**changes):
     """Theory section 6: eta = 0.1, o = 1, U = 0.5 (S_g = 1), b = 1, 25 batches, 100 epochs."""
-    arguments = {
-        "step_size": 0.1,
-        "noise_variance": 1.0,
-        "gradient_sensitivity": 1.0,
-        "batch_size": 1,
-        "dataset_size": 25,
-        "num_epochs": 100,
-        "block_loss": hsa.LossGeometry.generalized_linear(1.0),
-    }
-    return hsa.BlockCoordinateDpEvent(**(arguments | changes))
+    theory = {"gradient_sensitivity": 1.0, "batch_size": 1, "dataset_size": 25, "num_epochs": 100}
+    return block_run(**theory | changes)
 
 
 def claim(event, relation=ONE, analysis="sound"):

@@ -81,23 +81,6 @@ def test_the_smoothness_is_attained(smoothing):
     assert 0.99 < climb(ratio, 2, 1.0, seed=2) <= 1 + ROUNDING
 
 
-def test_the_search_refutes_a_radial_clip():
-    """It is no gradient of a convex function, and the search is able to see that."""
-    _, targets = batch(CLIMBERS, 4, 1.0, 4)
-
-    def gradient(z):
-        y = np.exp(z - np.logaddexp.reduce(z, axis=1, keepdims=True)) - targets
-        return y / np.maximum(1, norms(y))[:, None]
-
-    assert climb(expansion(gradient, 2.0), 4, 1.0, seed=4) > 1.05
-
-
-def test_the_search_refutes_a_smaller_constant():
-    _, targets = batch(CLIMBERS, 4, 1.0, 4)
-    gradient = softmax_gradient(targets, clip_norm=1.2, smoothing=3.0)
-    assert climb(expansion(gradient, 1.2 * (2 + 3.0)), 4, 1.0, seed=4) > 1.05
-
-
 @pytest.mark.parametrize(
     ("loss", "inverse", "targets"),
     [

@@ -8,7 +8,7 @@ from cases import seeds
 from dp_accounting.pld import privacy_loss_distribution
 from gaussian_oracle import GaussianOracle, equally_likely_orders
 from grid_oracle import GridOracle
-from runs import cyclic_batches, random_hessian
+from runs import cyclic_batches, cyclic_run, random_hessian
 from scipy import stats
 
 import hidden_state_accountants as hsa
@@ -95,17 +95,8 @@ def test_a_mixture_against_its_series(order):
 
 def run(**changes):
     """A short run that is not clipped."""
-    arguments = {
-        "noise_multiplier": 2.0,
-        "learning_rate": 0.5,
-        "clip_norm": None,
-        "batch_size": 2,
-        "dataset_size": 6,
-        "num_steps": 9,
-        "batch_order": "cyclic",
-        "loss": hsa.LossGeometry.convex(1.0, lipschitz=1.0),
-    }
-    return hsa.LastIterateDpEvent(**(arguments | changes))
+    short = {"batch_size": 2, "dataset_size": 6, "num_steps": 9, "weight_decay": 0.0}
+    return cyclic_run(**short | {"clip_norm": None} | changes)
 
 
 ONE_STEP = {"num_steps": 1, "batch_size": 6, "batch_order": "full"}

@@ -129,13 +129,13 @@ def sound_guarantees(event, relation, accountant=True):
 
 
 @st.composite
-def events(draw, orders=tuple(hsa.BatchOrder), constant=False):
+def events(draw, orders=tuple(hsa.BatchOrder), constant=False, most_steps=20):
     """Any declared run that some sound bound may cover, and a relation."""
     order = draw(st.sampled_from(orders))
     relation = draw(relations(order))
     batch, period = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     period = 1 if order is FULL else period
-    steps = draw(st.integers(1, 20))
+    steps = draw(st.integers(1, most_steps))
 
     def scheduled(values):
         return draw(values if constant else per_step(values, steps, jump=100))

@@ -107,20 +107,6 @@ def test_the_smallest_size_writes_the_page_and_goes_on_where_it_stopped(
     assert page.read_text() == text
 
 
-@pytest.mark.parametrize("order", ["shuffled_once", "cyclic"])
-def test_tuned_runs_of_ours_meet_the_target_at_every_rate(order):
-    import utility_data
-    import utility_methods as methods
-
-    import hidden_state_accountants as hsa
-
-    data = utility_data.load("cancer")
-    candidate = methods.recommended(data, 1.0, order, 16, 0.3).best
-    for changed in methods.at_rates(candidate, (0.125, 4.0, 100.0)):
-        event = methods.smoothed(changed, 2).event
-        assert hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5) <= 1
-
-
 def test_banded_noise_has_the_covariance_of_the_factorisation():
     import utility_methods as methods
 

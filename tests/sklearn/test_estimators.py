@@ -160,6 +160,7 @@ def test_ridge_shrinks():
     ("changes", "message"),
     [
         ({"classes": None}, "which labels occur is private"),
+        ({"classes": "labels"}, "a list or"),
         ({"classes": ["a"]}, "at least two classes"),
         ({"classes": ["a", "b"]}, "every label among classes"),
         ({"classes": [0, 1, 2]}, "of the kind of classes"),
