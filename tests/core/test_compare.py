@@ -13,7 +13,7 @@ from hidden_state_accountants import comparing
 from hidden_state_accountants.comparing import first_epochs
 from hidden_state_accountants.curves.gaussian import epsilon_from_mu
 
-ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
+ADD_OR_REMOVE, ONE, SPECIAL = NeighboringRelation
 
 
 def named(comparison, **values):
@@ -26,49 +26,30 @@ def named(comparison, **values):
     return row
 
 
-@pytest.fixture(scope="module")
-def cyclic():
-    return hsa.compare(cyclic_run(), delta=[1e-5, 1e-3])
-
-
-def test_every_bound_about_the_run_has_a_row(cyclic):
-    names = [row.accountant for row in cyclic.rows if row.delta == 1e-5]
-    expected = [b.name for b in hsa.BOUNDS if b.event_type is hsa.LastIterateDpEvent]
-    assert names[: len(expected)] == expected
+def test_every_accountant_has_its_epsilon_or_its_reason():
+    event = cyclic_run()
+    found = hsa.compare(event, delta=[1e-5, 1e-3])
+    bounds = [bound for bound in hsa.BOUNDS if bound.event_type is hsa.LastIterateDpEvent]
+    names = [row.accountant for row in found.rows if row.delta == 1e-5]
+    assert names[: len(bounds)] == [bound.name for bound in bounds]
     assert len(set(names)) == len(names)
-
-
-def test_bounds_that_apply_have_their_epsilon_and_the_others_their_reason(cyclic):
-    relation = cyclic.neighboring_relation
-    for bound in hsa.BOUNDS:
-        if bound.event_type is not hsa.LastIterateDpEvent:
-            continue
-        row = named(cyclic, accountant=bound.name, delta=1e-3)
-        unmet = bound.check(cyclic_run(), relation)
+    for bound in bounds:
+        row, unmet = named(found, accountant=bound.name, delta=1e-3), bound.check(event, SPECIAL)
         if unmet:
-            assert row.epsilon is None
-            assert row.status == "does not apply"
+            assert (row.epsilon, row.status) == (None, "does not apply")
             assert all(str(condition) in row.note for condition in unmet)
         else:
-            guarantee = bound.guarantee(cyclic_run(), relation)
-            assert row.epsilon == pytest.approx(guarantee.epsilon(1e-3))
+            exact = bound.guarantee(event, SPECIAL).epsilon(1e-3)
+            assert row.epsilon == pytest.approx(exact)
             assert row.status == ("proven" if bound.sound else "published, NOT proven")
-
-
-def test_combined_row_is_the_accountant_and_best_is_no_larger(cyclic):
-    accountant = hsa.LastIterateAccountant().compose(cyclic_run())
-    row = named(cyclic, accountant="LastIterateAccountant", delta=1e-3)
-    assert row.epsilon == accountant.get_epsilon(1e-3)
-    assert cyclic.best(delta=1e-3).epsilon == pytest.approx(row.epsilon)
-    assert cyclic.best().delta == 1e-5
-
-
-def test_stock_rows_are_what_dp_accounting_says(cyclic):
-    composed = cyclic_run().as_composition()
     for kind in (rdp.RdpAccountant, pld.PLDAccountant):
-        accountant = kind(neighboring_relation=ADD_OR_REMOVE).compose(composed)
-        row = named(cyclic, accountant=kind.__name__, delta=1e-3)
+        accountant = kind(neighboring_relation=ADD_OR_REMOVE).compose(event.as_composition())
+        row = named(found, accountant=kind.__name__, delta=1e-3)
         assert row.epsilon == pytest.approx(accountant.get_epsilon(1e-3), rel=1e-8)
+    row = named(found, accountant="LastIterateAccountant", delta=1e-3)
+    assert row.epsilon == hsa.LastIterateAccountant().compose(event).get_epsilon(1e-3)
+    assert found.best(delta=1e-3).epsilon == pytest.approx(row.epsilon)
+    assert found.best().delta == 1e-5
 
 
 @pytest.mark.slow
@@ -97,19 +78,14 @@ def test_poisson_row_is_marked_and_is_never_the_best():
 def test_a_published_formula_is_marked_and_is_never_the_best(monkeypatch):
     class TooGood:
         name, sound, dominated_by = "too_good", False, ()
-        event_type = hsa.LastIterateDpEvent
-        citation = hsa.BOUNDS[0].citation
+        event_type, citation = hsa.LastIterateDpEvent, hsa.BOUNDS[0].citation
 
         def check(self, event, relation):
             return ()
 
         def guarantee(self, event, relation):
-            return hsa.Guarantee(
-                hsa.BOUNDS[0].guarantee(full_run(noise_multiplier=1e3), relation).curve,
-                relation,
-                "Theorem 0",
-                caveat="wrong by a factor",
-            )
+            curve = hsa.curves.GaussianCurve(1e-3)
+            return hsa.Guarantee(curve, relation, "Theorem 0", caveat="wrong by a factor")
 
     monkeypatch.setattr(comparing, "BOUNDS", (*hsa.BOUNDS, TooGood()))
     comparison = hsa.compare(cyclic_run())
@@ -121,7 +97,7 @@ def test_a_published_formula_is_marked_and_is_never_the_best(monkeypatch):
 
 def test_the_cap_on_poisson_batches_is_paid_for():
     event = cyclic_run(batch_order="poisson", max_batch_size=16, num_steps=3)
-    extra = event.cap_delta(NeighboringRelation.REPLACE_SPECIAL)
+    extra = event.cap_delta(SPECIAL)
     assert 1e-7 < extra < 1e-5
     comparison = hsa.compare(event, delta=[1e-5, extra / 2])
     step = dp_accounting.PoissonSampledDpEvent(0.25, dp_accounting.GaussianDpEvent(2.0))
@@ -135,23 +111,24 @@ def test_the_cap_on_poisson_batches_is_paid_for():
 def test_a_relation_without_a_theorem_gives_reasons_not_errors():
     comparison = hsa.compare(cyclic_run(), neighboring_relation=ADD_OR_REMOVE)
     assert comparison.best() is None
-    row = named(comparison, accountant="LastIterateAccountant")
-    assert row.epsilon is None
-    assert "REPLACE_SPECIAL" in row.note
     assert "no accountant applies" in comparison.summary()
 
 
-def test_a_huge_privacy_loss_does_not_fill_the_memory():
-    row = named(hsa.compare(cyclic_run(noise_multiplier=0.01)), accountant="PLDAccountant")
-    assert row.epsilon is None
-    assert "gigabytes" in row.note
+LEVELS = [2 + step / 100 for step in range(200)]
 
 
-def test_schedules_with_many_noise_levels_do_not_take_hours():
-    event = cyclic_run(noise_multiplier=[2 + step / 100 for step in range(200)], num_steps=200)
-    row = named(hsa.compare(event), accountant="Poisson batches, PLDAccountant")
+@pytest.mark.parametrize(
+    ("changes", "accountant", "note"),
+    [
+        ({"noise_multiplier": 0.01}, "PLDAccountant", "gigabytes"),
+        ({"noise_multiplier": LEVELS, "num_steps": 200}, "Poisson batches, PLDAccountant",
+         "200 noise levels"),
+    ],
+)  # fmt: skip
+def test_no_row_fills_the_memory_or_takes_hours(changes, accountant, note):
+    row = named(hsa.compare(cyclic_run(**changes)), accountant=accountant)
     assert row.epsilon is None
-    assert "200 noise levels" in row.note
+    assert note in row.note
 
 
 @pytest.mark.parametrize("event", [dice_run(), block_run()], ids=["dice", "blocks"])
@@ -167,36 +144,37 @@ def test_runs_of_other_kinds_have_their_own_bounds_and_no_standard_event(event):
 
 def test_several_runs_have_labels_progress_and_tables():
     lines = []
-    runs = {
-        "less noise": full_run(noise_multiplier=20.0),
-        "more | noise": full_run(noise_multiplier=40.0),
-    }
+    runs = {name: full_run(noise_multiplier=z) for name, z in (("less", 20.0), ("more | z", 40.0))}
     comparison = hsa.compare(runs, progress=lines.append)
     assert [line for line in lines if "run" in line] == [
         "compare: run 1 of 2",
         "compare: run 2 of 2",
     ]
-    assert "compare: more | noise, accountant 1 of " in "".join(lines)
-    assert comparison.best("less noise").epsilon > comparison.best("more | noise").epsilon
-    text = str(comparison)
-    assert text.count("| accountant |") == 2
+    assert "compare: more | z, accountant 1 of " in "".join(lines)
+    assert comparison.best("less").epsilon > comparison.best("more | z").epsilon
+    assert str(comparison).count("| accountant |") == 2
     assert [row.run for row in hsa.compare([full_run(num_steps=1)] * 2).rows][-1] == "run 2"
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error"),
+    ("ask", "error", "text"),
     [
-        ((dp_accounting.GaussianDpEvent(1.0),), TypeError),
-        (([],), ValueError),
-        ((full_run(), []), ValueError),
-        ((full_run(), 2.0), ValueError),
-        ((full_run(), "1e-5"), TypeError),
-        ((full_run(), 1e-5, "replace"), ValueError),
+        (lambda: hsa.compare(dp_accounting.GaussianDpEvent(1.0)), TypeError, "Expected"),
+        (lambda: hsa.compare([]), ValueError, "Expected"),
+        (lambda: hsa.compare(full_run(), []), ValueError, "Expected"),
+        (lambda: hsa.compare(full_run(), 2.0), ValueError, "Expected"),
+        (lambda: hsa.position_profile(full_run()), ValueError, "Only a CYCLIC order has positions"),
+        (
+            lambda: hsa.position_profile(dp_accounting.GaussianDpEvent(1.0)),
+            TypeError,
+            "LastIterateDpEvent",
+        ),
+        (lambda: hsa.position_profile(cyclic_run(), 2.0), ValueError, "target_delta"),
     ],
 )
-def test_bad_arguments(arguments, error):
-    with pytest.raises(error, match="Expected"):
-        hsa.compare(*arguments)
+def test_bad_arguments(ask, error, text):
+    with pytest.raises(error, match=text):
+        ask()
 
 
 def test_plotted_points_are_the_first_epochs():
@@ -209,25 +187,18 @@ def test_plotted_points_are_the_first_epochs():
     assert first_epochs(louder, 2).noise_variance == 1.0
 
 
-SPECIAL = NeighboringRelation.REPLACE_SPECIAL
-
-
 @pytest.mark.parametrize(
     ("changes", "relation"),
     [
-        ({"num_steps": 22}, NeighboringRelation.REPLACE_ONE),
+        ({"num_steps": 22}, ONE),
         ({"learning_rate": np.linspace(0.5, 0.1, 24), "release_steps": (3, 9)}, SPECIAL),
     ],
 )
-def test_the_epsilon_of_the_run_is_the_largest(changes, relation):
+def test_every_position_has_its_epsilon(changes, relation):
     event = cyclic_run(**changes)
-    profile = hsa.position_profile(event, 1e-6, relation)
-    whole = hsa.LastIterateAccountant(relation).compose(event).get_epsilon(1e-6)
-    assert profile.shape == (4,)
-    assert profile.max() == pytest.approx(whole, rel=1e-9)
-    for position, epsilon in enumerate(profile):
-        expected = epsilon_from_mu(mu_at(event, position, relation), 1e-6)
-        assert epsilon == pytest.approx(expected, rel=1e-9)
+    expected = [epsilon_from_mu(mu_at(event, place, relation), 1e-6) for place in range(4)]
+    assert hsa.position_profile(event, 1e-6, relation) == pytest.approx(expected, rel=1e-9)
+    assert hsa.position_profile(cyclic_run(num_steps=3))[3] == 0  # never reached
 
 
 @pytest.mark.parametrize("loss", [None, hsa.LossGeometry.hoelder(0.3, 0.5)])
@@ -237,16 +208,3 @@ def test_without_a_linear_modulus_participations_count(loss):
     whole = hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5)
     composed = [epsilon_from_mu(n**0.5 / 2.0, 1e-5) for n in (7, 6, 6, 6)]
     assert hsa.position_profile(event) == pytest.approx(np.minimum(composed, whole), rel=1e-9)
-
-
-def test_batches_that_are_never_reached_cost_nothing():
-    assert hsa.position_profile(cyclic_run(num_steps=3))[3] == 0
-
-
-def test_what_has_no_positions():
-    with pytest.raises(ValueError, match="Only a CYCLIC order has positions"):
-        hsa.position_profile(full_run())
-    with pytest.raises(TypeError, match="LastIterateDpEvent"):
-        hsa.position_profile(dp_accounting.GaussianDpEvent(1.0))
-    with pytest.raises(ValueError, match="target_delta"):
-        hsa.position_profile(cyclic_run(), 2.0)

@@ -14,7 +14,6 @@ import hidden_state_accountants as hsa
 from hidden_state_accountants.accountants import BoundAccountant
 from hidden_state_accountants.bounds import Composition
 from hidden_state_accountants.curves.base import (
-    BestOfCurves,
     GaussianCurve,
     best_curve,
     with_delta,
@@ -129,20 +128,6 @@ def test_two_runs_are_one_run_twice_and_a_negligible_one_is_none(order, relation
             assert more.get_epsilon(delta) <= epsilon * (1 + 1e-3) + 1e-4
 
 
-@pytest.mark.parametrize(("order", "relation"), first(len(PAIRS) // 2, PAIRS[::2] + PAIRS[1::2]))
-def test_exports_compose_to_the_same_figure(order, relation, usual):
-    """The polygon through a curve loses a little, and gains where it is the best of several."""
-    for parts in compositions(order, relation, usual(1, 2)):
-        runs = [accountant_of([(event, 1)], relation).guarantee for event, _ in parts]
-        exports = [
-            run.privacy_loss().self_compose(count)
-            for run, (_, count) in zip(runs, parts, strict=True)
-        ]
-        together = functools.reduce(lambda one, other: one.compose(other), exports)
-        epsilon, exported = accountant_of(parts, relation).get_epsilon(1e-5), together
-        assert 0.985 < epsilon / exported.get_epsilon_for_delta(1e-5) < 1.002
-
-
 def test_the_best_of_curves_that_may_fail_in_any_order_of_nesting():
     one, two, three = GaussianCurve(0.5), GaussianCurve(1.0), GaussianCurve(2.0)
     inside = best_curve([with_delta(one, 1e-7), best_curve([two, three])])
@@ -158,17 +143,6 @@ def test_the_best_of_curves_that_may_fail_in_any_order_of_nesting():
     assert of_groups(nested, 2).epsilon(1e-7) == pytest.approx(
         min(of_groups(with_delta(*part), 2).epsilon(1e-7) for part in found)
     )
-
-
-@pytest.mark.parametrize(("order", "relation"), PAIRS)
-def test_whatever_is_composed_has_no_curve_inside_another(order, relation, usual):
-    """The best of curves, and failures, are resolved wherever they stand."""
-    for parts in compositions(order, relation, usual(1, 6)):
-        for curve, failure in accountant_of(parts, relation).guarantee.curve.alternatives():
-            assert failure < 1
-            assert not isinstance(curve, BestOfCurves)
-            for part, _ in getattr(curve, "parts", ()):
-                assert part.alternatives() == ((part, 0.0),)
 
 
 TABLE = [
