@@ -196,7 +196,9 @@ def make_stock(kind="DPOptimizer", **arguments):
     """A script with a stock engine; it seeds torch."""
     wrap = {"wrap": DPDDP} if "Distributed" in kind else {}
     arguments = {"poisson_sampling": True, "max_grad_norm": 1.0, **STOCK_KINDS[kind], **arguments}
-    return stock_loop(**wrap, **arguments)
+    loop = stock_loop(**wrap, **arguments)
+    assert type(loop.optimizer).__name__ == kind
+    return loop
 
 
 def noise_of(loop):
@@ -224,9 +226,7 @@ def alone(tmp_path):
 
 @pytest.mark.parametrize("kind", STOCK_KINDS)
 def test_a_seed_tells_nothing_of_stock_noise(kind, alone):
-    loops = [make_stock(kind) for _ in range(2)]
-    assert type(loops[0].optimizer).__name__ == kind
-    one, other = map(noise_of, loops)
+    one, other = (noise_of(make_stock(kind)) for _ in range(2))
     assert (one != other).all()
     assert 0.7 < float((one - other).norm() / one.norm()) < 3.0
 
