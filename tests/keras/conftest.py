@@ -11,7 +11,7 @@ from keras_fixtures import (  # noqa: F401
     row_by_row,
     without_graphs,
 )
-from keras_models import bce
+from keras_models import bce, unit_rows
 
 import hidden_state_adapters.tf_privacy as adapter  # which need not have TensorFlow Privacy
 from hidden_state_accountants import LossGeometry
@@ -23,41 +23,24 @@ RECORDS, FEATURES, BATCH = 24, 4, 4
 tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
 
 
-def make_data():
-    random = np.random.default_rng(0)
-    x = random.normal(size=(RECORDS, FEATURES)).astype("float32")
-    x /= np.linalg.norm(x, axis=1, keepdims=True)
-    return x, (random.random((RECORDS, 1)) < 0.5).astype("float32")
+class Run:
+    """A compiled model with its data and its callback."""
 
-
-def make_optimizer(**kwargs):
-    return adapter.CyclicDPKerasSGDOptimizer(
-        **{
+    def __init__(self, *, optimizer=None, compile=None, callback=None):
+        self.x, labels = unit_rows(RECORDS, FEATURES, 2)
+        self.y = labels[:, np.newaxis].astype("float32")
+        self.model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
+        self.model.build((None, FEATURES))
+        kernel = np.linspace(-0.4, 0.5, FEATURES).reshape(-1, 1)
+        self.model.set_weights([kernel, np.array([0.2])])
+        given = {
             "l2_norm_clip": 1.5,
             "noise_multiplier": 2.0,
             "learning_rate": 0.5,
             "weight_decay": 0.1,
             "loss_geometry": LossGeometry.logistic(1.0, bias=True),
-            **kwargs,
         }
-    )
-
-
-def make_layer():
-    model = tf.keras.Sequential([tf.keras.layers.Dense(1)])
-    model.build((None, FEATURES))
-    kernel = np.linspace(-0.4, 0.5, FEATURES, dtype="float32").reshape(FEATURES, 1)
-    model.set_weights([kernel, np.array([0.2], "float32")])
-    return model
-
-
-class Run:
-    """A compiled model with its data and its callback."""
-
-    def __init__(self, *, optimizer=None, compile=None, callback=None):
-        self.x, self.y = make_data()
-        self.model = make_layer()
-        self.optimizer = make_optimizer(**(optimizer or {}))
+        self.optimizer = adapter.CyclicDPKerasSGDOptimizer(**given | (optimizer or {}))
         self.model.compile(self.optimizer, bce(), **(compile or {}))
         self.told = callback or {}
         self.take(self.x, self.y)

@@ -95,14 +95,6 @@ def test_the_bias_of_clipping_vanishes():
 # --- the clip and what one record does ------------------------------------------------------------
 
 
-def test_the_clip_is_exact():
-    norms = tf.constant([0.0, 0.3, 0.5, 2.0], tf.float64)
-    factors = clip_factor(norms, 0.5, tf.float32, automatic=False)
-    np.testing.assert_array_equal(factors, [1.0, 1.0, 1.0, 0.25])
-    factors = clip_factor(norms, 0.5, tf.float32, automatic=True)
-    np.testing.assert_allclose(factors * norms, [0.0, 0.5, 0.5, 0.5])
-
-
 @pytest.mark.parametrize("automatic", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "exponents"),
@@ -194,14 +186,15 @@ def test_the_event_and_the_epsilon_of_every_epoch(make_dice):
 
 @pytest.mark.usefixtures("row_by_row")
 def test_adam_and_automatic(make_dice):
-    run = make_dice(dice(DiceKerasAdamOptimizer), gradient_bound=math.inf)
-    run.fit(epochs=2)
-    assert run.callback.privacy_event == attrs.evolve(EXPECTED, gradient_bound=math.inf)
-    run = make_dice(dice(automatic=True))
-    run.fit()
-    run.callback.release()
-    run.fit()
-    assert run.callback.privacy_event == attrs.evolve(EXPECTED, automatic=True)
+    for optimizer, changes in (
+        (dice(DiceKerasAdamOptimizer), {"gradient_bound": math.inf}),
+        (dice(automatic=True), {"automatic": True}),
+    ):
+        run = make_dice(optimizer, gradient_bound=changes.get("gradient_bound", BOUND))
+        run.fit()
+        run.callback.release()
+        run.fit()
+        assert run.callback.privacy_event == attrs.evolve(EXPECTED, **changes)
 
 
 @pytest.mark.usefixtures("row_by_row")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "reference" / "keras_mirrored.py"
-SAME = ("linear", "rows_of_poisson_batches", "dice", "one_record", "resumed")
+SAME = ("head", "rows_of_poisson_batches", "dice", "resumed")
 REFUSED = {
     "written": "The trainable variables were changed outside",
     "within_the_scope": "Expected fit outside of strategy.scope()",

@@ -13,7 +13,7 @@ from dp_accounting import NeighboringRelation
 pytest.importorskip("tensorflow")
 import keras_models
 import tensorflow as tf
-from keras_models import AUTO, DELTA, SGD, X, Y
+from keras_models import AUTO, DELTA, EXPECTED, SGD, X, Y
 
 import hidden_state_accountants as hsa
 import hidden_state_adapters.tf_privacy as adapter
@@ -25,18 +25,12 @@ GUIDE = ROOT / "docs" / "keras.md"
 
 # --- the statement --------------------------------------------------------------------------------
 
-EVENT = hsa.LastIterateDpEvent(
-    noise_multiplier=2.0, learning_rate=0.5, clip_norm=1.0, batch_size=500, dataset_size=50_000,
-    num_steps=20_000, batch_order="cyclic", loss=hsa.LossGeometry.convex(smoothness=0.5),
-    weight_decay=0.1,
-)  # fmt: skip
-
 
 @pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
 def test_the_statement(relation):
     """Its lines are tested in core/test_statement.py."""
-    text = compute_last_iterate_privacy_statement(EVENT, DELTA, relation)
-    accountant = hsa.LastIterateAccountant(NeighboringRelation[relation]).compose(EVENT)
+    text = compute_last_iterate_privacy_statement(EXPECTED, DELTA, relation)
+    accountant = hsa.LastIterateAccountant(NeighboringRelation[relation]).compose(EXPECTED)
     shown = float(re.search(r"^epsilon = ([0-9.]+)", text, re.MULTILINE)[1])
     assert shown == pytest.approx(accountant.get_epsilon(DELTA), abs=1e-4)
     assert relation in text
@@ -47,8 +41,8 @@ def test_the_statement(relation):
     ("arguments", "kind"),
     [
         ((dp_accounting.GaussianDpEvent(1.0), DELTA), TypeError),
-        ((EVENT, DELTA, "REPLACE"), ValueError),
-        ((EVENT, DELTA, NeighboringRelation.ADD_OR_REMOVE_ONE), hsa.UnsupportedRunError),
+        ((EXPECTED, DELTA, "REPLACE"), ValueError),
+        ((EXPECTED, DELTA, NeighboringRelation.ADD_OR_REMOVE_ONE), hsa.UnsupportedRunError),
     ],
 )
 def test_refused(arguments, kind):

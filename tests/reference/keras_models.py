@@ -64,17 +64,5 @@ EXPECTED = hsa.LastIterateDpEvent(
 )
 
 
-def at_batch(index, act):
-    """A callback that acts after the batch with this index of the first epoch."""
-    state = {"done": False}
-
-    def end(batch, logs):
-        if batch == index and not state["done"]:
-            state["done"] = True
-            act()
-
-    return callbacks.LambdaCallback(on_train_batch_end=end)
-
-
 def compile_with(run, loss=None, **kwargs):
     run.model.compile(run.optimizer, loss or bce(), **kwargs)
