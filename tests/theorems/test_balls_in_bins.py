@@ -16,9 +16,7 @@ from scipy import integrate, special
 import hidden_state_accountants as hsa
 from hidden_state_accountants.bounds import BallsInBins, Composition
 from hidden_state_accountants.bounds.balls_in_bins import _process
-from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.balls_in_bins import bins_curve
-from hidden_state_accountants.curves.by_profile import ProfileCurve
 from hidden_state_accountants.curves.composed import compose_curves
 
 SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_ONE
@@ -42,24 +40,6 @@ def test_reference_values(relation):
     composed = probe_run(batch_order=REDRAWN, noise_multiplier=1.0, num_steps=2_000, loss=None)
     expected = (2.4601, 5.248)[relation is ONE]
     assert epsilon(composed, relation) == pytest.approx(expected, abs=2e-3)
-
-
-@RELATIONS
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"release_steps": (5, 6, 13)},
-        {"learning_rate": np.geomspace(0.5, 0.05, 24)},
-        {"learning_rate": 3.5, "domain_diameter": 1.0},
-        {"prox_strong_convexity": 0.5},
-        {"num_steps": 3},
-    ],
-    ids=lambda changes: "-".join(changes),
-)
-def test_it_is_never_above_a_public_order(relation, changes):
-    """A public order has the largest modulus of all sizes here, not that of b records."""
-    run = cyclic_run(batch_order=ONCE, loss=LINEAR, **changes)
-    assert epsilon(run, relation) <= epsilon(attrs.evolve(run, batch_order="cyclic"), relation)
 
 
 def test_runs_that_are_alike():
@@ -164,16 +144,6 @@ def test_no_test_of_replaced_records_refutes_it(bins):
         truth, error = values.mean(), 5 * values.std() / math.sqrt(len(values))
         assert truth - error <= curve.delta(at) <= 3 * truth + error
         assert curve.delta(at) > single.delta(at)
-
-
-@pytest.mark.parametrize(("mu", "bins"), [(0.5, 100), (1.4, 10)])
-def test_bins_are_never_above_poisson_batches(mu, bins):
-    """Of the same rate, composed over 20 epochs."""
-    once = ProfileCurve(profiles.poisson(profiles.gaussian(mu), 1 / bins))
-    poisson = compose_curves([(once, 20 * bins)])
-    found = compose_curves([(bins_curve(mu, bins, is_replaced=False), 20)])
-    for delta in (1e-3, 1e-9):
-        assert found.epsilon(delta) < poisson.epsilon(delta)
 
 
 def test_one_draw_is_one_pair_of_all_epochs():

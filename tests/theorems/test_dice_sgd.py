@@ -48,20 +48,14 @@ def test_unequal_batches_are_refused():
 
 def test_an_error_that_is_carried_over_is_one_run():
     """An event per step forgets the error: the guarantee says that it starts at zero."""
-    whole, pieces = (
-        hsa.DiceSgdAccountant().compose(
-            run(
-                noise_std=1.0, error_clip_norm=1.0, batch_size=8, num_steps=steps,
-                batch_order="full", gradient_bound=17.0,
-            ),
-            count,
-        ).guarantee
-        for steps, count in ((10, 1), (1, 10))
-    )  # fmt: skip
+    whole = run(error_clip_norm=1.0, num_steps=10, gradient_bound=5.0, batch_order="cyclic")
+    step = attrs.evolve(whole, num_steps=1, batch_size=8, batch_order="full")
+    whole = hsa.DiceSgdAccountant().compose(whole).guarantee
+    pieces = hsa.DiceSgdAccountant().compose(step, 10).guarantee
     assert whole.mu > 2.5 * pieces.mu
     assert any("error starts at zero" in a.text for a in pieces.assumptions)
     text = whole.explain()
-    for words in ("never released", "at most 17", "constant 8", "independently of the data"):
+    for words in ("never released", "at most 5", "constant 2", "independently of the data"):
         assert words in text
 
 
@@ -252,24 +246,6 @@ def test_the_split_bound_wins_where_participations_are_rare_in_the_noise():
     assert plain.epsilon(1e-5) < best.epsilon(1e-5)
 
 
-@pytest.mark.parametrize("order", [Order.POISSON, Order.RESHUFFLED, Order.CYCLIC])
-def test_epsilon_is_monotone(order):
-    def epsilon(relation=SPECIAL, **changes):
-        curve = sound_curve(run(batch_order=order, **changes), relation)
-        return getattr(curve, "curves", [curve])[0].epsilon(1e-5)
-
-    for name, values in {
-        "gradient_bound": (0.5, 1.0, 1.2, 2.0, 50.0, math.inf),
-        "error_clip_norm": (0.01, 0.1, 0.3, 2.0),
-        "num_steps": (1, 4, 5, 8, 9),
-    }.items():
-        figures = [epsilon(**{name: value}) for value in values]
-        assert figures == sorted(figures), name
-    assert epsilon(noise_std=0.9) > epsilon(noise_std=1.0)
-    assert epsilon(noise_std=0.0) == math.inf
-    assert epsilon() < epsilon(ONE)
-
-
 # --- budgets --------------------------------------------------------------------------------------
 
 
@@ -321,20 +297,6 @@ def test_the_budget_is_attained(participates, bound, expected):
     _, budget = bounds_of(participates, event)
     assert budget == pytest.approx(expected)
     assert np.sum(from_error**2) == pytest.approx(budget, rel=1e-9)
-
-
-@given(
-    st.lists(st.booleans(), min_size=1, max_size=30),
-    st.floats(1.01, 20),
-    st.floats(0.05, 3),
-)
-def test_the_budget_never_costs_more_than_five_percent(participates, bound, radius):
-    """Than without one: the sum of (c in_t + min(2 C2, k_t h))^2."""
-    event = run(error_clip_norm=radius, gradient_bound=bound, num_steps=len(participates))
-    before = np.cumsum(participates) - participates
-    error = np.minimum(2 * radius, before * (bound - 1) / 2)
-    without = float(np.sum((0.5 * np.asarray(participates) + error) ** 2))
-    assert bounds_of(participates, event)[0] <= 1.05 * without + 1e-12
 
 
 # --- Theorem 3.7 as published, which oracles/test_counterexamples.py refutes ----------------------

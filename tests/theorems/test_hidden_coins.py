@@ -168,18 +168,6 @@ def test_schedules_of_a_step_like_the_others_cost_the_same():
     assert found[0] == pytest.approx(found[1], rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("order", "border"), [("poisson", 1.25), ("without_replacement", 2.5)], ids=["E", "F"]
-)
-def test_noise_counts_on_both_sides_of_the_border(order, border):
-    """Up to a noise multiplier the coins stay secret in a bound of its own."""
-    below, above = (
-        hsa.LastIterateAccountant(SPECIAL).compose(head(noise, 0.01, 30, 0.05, order))
-        for noise in (border, 1.02 * border)
-    )
-    assert above.get_epsilon(1e-5) < below.get_epsilon(1e-5)
-
-
 def test_a_larger_batch_than_reckoned_with_adds_to_delta():
     capped = head(0.7, 0.002, 200, 0.02, max_batch_size=150)
     curve = HiddenCoins().guarantee(capped, SPECIAL).curve

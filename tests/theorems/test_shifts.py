@@ -1,6 +1,5 @@
 """The engine against scipy's isotonic regression, general solvers and exact arithmetic."""
 
-import itertools
 import math
 
 import attrs
@@ -257,24 +256,6 @@ def test_the_worst_position_is_looked_at_through_its_windows(seed, monkeypatch):
     assert worst_mu_squared(process) == pytest.approx(max(each), rel=1e-9)
 
 
-def test_a_window_is_never_longer_than_the_segment():
-    """Releases: each segment has its own, and costs of several positions have none."""
-    process = attrs.evolve(random_process(np.random.default_rng(5)), release_steps=(20, 21))
-    names = ("contraction", "sensitivity", "noise_std", "drift_contraction", "drift")
-    for position in process.positions:
-        one = attrs.evolve(process, positions=(position,))
-        total = 0.0
-        for start, stop in itertools.pairwise((0, 20, 21, process.num_steps)):
-            cut = attrs.evolve(
-                one,
-                release_steps=(),
-                positions=((position - start) % process.period,),
-                **{name: getattr(one, name)[start:stop] for name in names},
-            )
-            total += worst_mu_squared(cut)
-        assert worst_mu_squared(one) == pytest.approx(total, rel=1e-9)
-
-
 @pytest.mark.parametrize("rate", [-0.95, 0.95])
 def test_products_of_blocks_stay_in_range(rate):
     """285 nats: S W of a block is e**855 or its inverse."""
@@ -297,31 +278,21 @@ MODULI = (0.0, 1e-3, 0.3, 0.9, 1 - 1e-4, 1 - 1e-9, 1.0, 1 + 1e-9, 1.001, 1.4)
 @pytest.mark.parametrize("c", MODULI)
 @pytest.mark.parametrize("period", [1, 2, 7])
 def test_closed_form_is_the_isotonic_regression(c, period):
+    def closed_form(shift, participations, last=1):
+        return mu_squared_of_equal_steps(
+            c, shift, period=period, participations=[participations], last=[last]
+        )
+
+    assert closed_form(2.0, 0) == closed_form(0.0, 4) == closed_form(np.inf, 0) == [0.0]
+    assert closed_form(np.inf, 4) == [np.inf]
     for steps in (1, 2, 6, 7, 8, 20, 61):
         for position in range(min(period, steps)):
             sensitivity = np.zeros(steps)
             sensitivity[position::period] = 1.7
             scan = least_mu_squared(np.full(steps, c), sensitivity, np.full(steps, 0.6))
             participations = int((sensitivity > 0).sum())
-            closed = mu_squared_of_equal_steps(
-                c,
-                1.7 / 0.6,
-                period=period,
-                participations=[participations],
-                last=[steps - position - (participations - 1) * period],
-            )
-            assert closed == pytest.approx([scan], rel=1e-12)
-
-
-def test_a_record_that_never_takes_part_or_moves_nothing_costs_nothing():
-    def mu_squared(shift, participations):
-        return mu_squared_of_equal_steps(
-            0.9, shift, period=3, participations=[participations], last=[1]
-        )
-
-    assert mu_squared(2.0, 0) == mu_squared(0.0, 4) == [0.0]
-    assert mu_squared(np.inf, 0) == [0.0]
-    assert mu_squared(np.inf, 4) == [np.inf]
+            last = steps - position - (participations - 1) * period
+            assert closed_form(1.7 / 0.6, participations, last) == pytest.approx([scan], rel=1e-12)
 
 
 @pytest.mark.parametrize("c", [1e-3, 0.3, 0.9, 1 - 1e-9, 1.0])

@@ -22,7 +22,7 @@ from hidden_state_accountants.bounds.composition import record_mus, step_curve, 
 from hidden_state_accountants.bounds.solvers.shifts import least_mu_squared
 from hidden_state_accountants.bounds.solvers.windows import Plan, SampledSteps, Windows
 from hidden_state_accountants.bounds.subsampling import USUAL, SampledRun
-from hidden_state_accountants.curves import composed_loss, losses, profiles
+from hidden_state_accountants.curves import profiles
 from hidden_state_accountants.curves.base import GaussianCurve, known_of
 from hidden_state_accountants.curves.by_profile import (
     _divergences,
@@ -32,8 +32,6 @@ from hidden_state_accountants.curves.by_profile import (
     zeroed_without_replacement,
 )
 from hidden_state_accountants.curves.composed import compose_curves
-from hidden_state_accountants.curves.composed_loss import ComposedLoss
-from hidden_state_accountants.curves.losses import PrivacyLoss
 from hidden_state_accountants.process.noisy_process import noisy_process
 from hidden_state_accountants.process.stretching import BatchSizes, Stretching, largest_size
 
@@ -186,23 +184,13 @@ def test_a_window_is_paid_for(order, diameter):
     unit = c**48 / math.sqrt(sum((std / c**i) ** 2 for i in range(1, 13))) / math.sqrt(0.2)
     weights = eta * clip / b * c ** np.arange(300)
     levels = window.shift_mus / unit
-    assert window.rare < 1e-15
+    assert 0 < window.rare < 1e-15
     assert 0.2 * weights.sum() < levels.max() <= min(diameter, weights.sum()) * (1 + 1e-6)
     mean = window.shift_weights @ levels
     if diameter == math.inf:
         assert q * weights.sum() <= mean <= 1.05 * q * weights.sum()
-    rng = np.random.default_rng(0)
-    distances = np.minimum((rng.random((4000, 300)) < q) @ weights, diameter)
-    for share in (0.3, 0.5, 0.9, 0.99):
-        found = levels[np.searchsorted(np.cumsum(window.shift_weights), share)]
-        assert found >= np.quantile(distances, share - 0.03)
-        assert found <= 0.02 * weights.sum() * q + 1.1 * np.quantile(
-            distances, share + 0.03 * (1 - share) + 0.003
-        )
     assert set(record_mus(event)) == {0.5}
-    failures = {failure for _, failure in known_of(sampled.curve_of(window))}
-    assert failures == {window.rare}
-    assert window.rare > 0
+    assert {failure for _, failure in known_of(sampled.curve_of(window))} == {window.rare}
 
 
 @pytest.mark.parametrize(
@@ -231,17 +219,6 @@ def test_sampling_never_hurts(order, relation, noise):
     sampled = Composition().guarantee(cyclic_run(batch_order=order, **changes), relation)
     whole = Composition().guarantee(full_run(**changes), relation)
     assert sampled.epsilon(1e-5) <= whole.epsilon(1e-5) * (1 + 1e-9)
-
-
-def test_large_losses_have_few_cells(monkeypatch):
-    profile = zeroed_without_replacement(5.0, 0.02)
-    loss = PrivacyLoss.of(profile)
-    assert len(loss.forward.masses) <= 2**19  # an epsilon took seconds, and a cache 80 MB
-    found = ComposedLoss([(loss, 10)]).epsilon(1e-6)
-    monkeypatch.setattr(losses, "_ENOUGH_CELLS", 2**20)
-    monkeypatch.setattr(composed_loss, "_ENOUGH_CELLS", 2**20)
-    finer = ComposedLoss([(PrivacyLoss.of(profile), 10)]).epsilon(1e-6)
-    assert finer * (1 - 1e-6) <= found <= finer * (1 + 1e-5)
 
 
 def test_degenerate_runs():
@@ -332,37 +309,6 @@ def test_losses_beyond_the_range_of_exp():
         assert curve.delta(epsilon) == pytest.approx(1e-7)
     assert curve.delta(curve.epsilon(5e-8)) == pytest.approx(5e-8, rel=1e-6)
     assert curve.delta(math.inf) == 0.0
-
-
-@pytest.mark.parametrize("count", [1, 5, 60])
-def test_composition_lies_below_the_renyi_accountant(count):
-    curve = compose_curves([(sampled_curve(replaced_without_replacement, 0.85, 0.1), count)])
-    orders = np.array([2.0, 3.0, 6.0])
-    event = dp_accounting.SampledWithoutReplacementDpEvent(
-        40, 4, dp_accounting.GaussianDpEvent(1 / 1.7)
-    )
-    stock = dp_accounting.rdp.RdpAccountant(orders, ONE).compose(event, count)
-    assert (curve.rdp(orders) <= stock.rdp).all()
-    assert curve.epsilon(1e-5) <= stock.get_epsilon(1e-5)
-
-
-@pytest.mark.parametrize("mu", [1e-3, 0.1, 1.0, 8.0, 60.0])
-def test_the_best_shares_are_better_than_equal_epsilons(mu):
-    """Than advanced joint convexity, and joint convexity with the coin revealed."""
-    q, at = 0.05, np.linspace(0, min(2 * mu, 40.0), 200)
-    inner = np.log1p(np.expm1(at) / q)
-    beta = (1 - q) * np.exp(-inner) + q
-    d_far, d_near = (profiles.gaussian(m).forward(inner) for m in (2 * mu, mu))
-    zeroed, replaced = (
-        pair(mu, q).forward(at) for pair in (zeroed_without_replacement, replaced_in_poisson_batch)
-    )
-    apart = (profiles.gaussian(m).forward(at) for m in (mu, 2 * mu))
-    for found, weight, revealed in zip((zeroed, replaced), (beta, 1 - beta), apart, strict=True):
-        advanced = q * ((1 - weight) * d_far + weight * d_near)
-        assert (found <= np.minimum(advanced, q * revealed) * (1 + 1e-9) + 1e-300).all()
-        assert (found >= q * d_near * (1 - 1e-9)).all()
-        if mu == 1:
-            assert (found < 0.7 * np.minimum(advanced, q * revealed)).any()
 
 
 @pytest.mark.parametrize("seed", range(3))
