@@ -37,11 +37,6 @@ SPECIAL, ONE = NeighboringRelation.REPLACE_SPECIAL, NeighboringRelation.REPLACE_
 EPSILONS = (0.0, 0.2, 1.0, 2.5)
 
 
-def cyclic_mu(event, position):
-    process = noisy_process(attrs.evolve(event, batch_order="cyclic"), SPECIAL)
-    return math.sqrt(mu_squared_by_position(process)[position])
-
-
 class TestShuffledOnce:
     @pytest.mark.parametrize(
         "changes",

@@ -118,8 +118,6 @@ def head(noise, rate, steps, decay, order="poisson", **changes):
     """A softmax head whose clip does not act."""
     arguments = {
         "noise_multiplier": noise,
-        "learning_rate": 0.5,
-        "clip_norm": 1.0,
         "batch_size": 100,
         "dataset_size": round(100 / rate),
         "num_steps": steps,
@@ -127,7 +125,7 @@ def head(noise, rate, steps, decay, order="poisson", **changes):
         "weight_decay": decay,
         "loss": hsa.LossGeometry.generalized_linear(0.5),
     }
-    return hsa.LastIterateDpEvent(**(arguments | changes))
+    return probe_run(**(arguments | changes))
 
 
 @pytest.mark.parametrize(

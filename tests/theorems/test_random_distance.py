@@ -40,11 +40,7 @@ from hidden_state_accountants.process.stretching import (
 )
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
-ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 ONE = NeighboringRelation.REPLACE_ONE
-
-
-SOFTMAX = hsa.LossGeometry.softmax_cross_entropy(feature_norm=1.0)
 
 
 def exact_law(weights, rate):
@@ -161,11 +157,12 @@ class TestStretching:
 def clipped(**changes):
     """A probe whose clip acts."""
     arguments = {
-        "noise_multiplier": 2.0, "learning_rate": 0.5, "clip_norm": 1.0, "batch_size": 50,
-        "dataset_size": 1000, "num_steps": 400, "weight_decay": 0.1, "batch_order": "poisson",
-        "loss": hsa.LossGeometry.convex(0.5),
-    }  # fmt: skip
-    return hsa.LastIterateDpEvent(**(arguments | changes))
+        "batch_size": 50,
+        "dataset_size": 1000,
+        "num_steps": 400,
+        "batch_order": "poisson",
+    }
+    return probe_run(**(arguments | changes))
 
 
 class TestModulusLines:
@@ -278,7 +275,7 @@ def test_reference_values(noise, period, epochs, contraction, order, relation, l
     [
         ({}, 2000, 200_000),
         # More steps than there are moduli to look at: it was 1.17 for the longer one.
-        ({"batch_size": 500, "dataset_size": 50_000, "loss": SOFTMAX}, 4000, 40_000),
+        ({"batch_size": 500, "dataset_size": 50_000}, 4000, 40_000),
     ],
 )
 def test_longer_runs_level_off(changes, few, many):
@@ -294,9 +291,7 @@ def test_longer_runs_level_off(changes, few, many):
 @pytest.mark.parametrize("order", ["poisson", "without_replacement"])
 def test_a_long_run_of_rare_records_forgets_as_one_of_many_does(order, steps):
     """The scale of the longest window is where all other ones are beyond reach, in a million."""
-    run = clipped(
-        batch_size=1000, dataset_size=10**9, num_steps=steps, batch_order=order, loss=SOFTMAX
-    )
+    run = clipped(batch_size=1000, dataset_size=10**9, num_steps=steps, batch_order=order)
     found = best_guarantee(run, SPECIAL)
     assert found.epsilon(1e-5) < 2e-4  # composition of a million steps: 0.0162
     assert found.epsilon(1e-10) < 0.01  # composition: 0.355
@@ -326,8 +321,8 @@ MANY_SEGMENTS = {
           "num_steps": 3000, "weight_decay": 0.3}, ONE, 0.62),  # composition: 1.302
         # From six steps to five the best split is three values away: it was 0.6287.
         ({"noise_multiplier": 3.0, "learning_rate": 0.8, "clip_norm": None, "batch_size": 20,
-          "dataset_size": 200, "num_steps": 60, "weight_decay": 0.5, "max_batch_size": 60,
-          "loss": SOFTMAX}, ONE, 0.62),
+          "dataset_size": 200, "num_steps": 60, "weight_decay": 0.5, "max_batch_size": 60},
+         ONE, 0.62),
         # Ten steps: with the law of four steps before the window in place of three it was 23.43.
         ({"noise_multiplier": hsa.Schedule([0.3227, 0.5487], [2, 8]), "learning_rate": 0.00729,
           "clip_norm": 3.237, "batch_size": 8540, "dataset_size": 63_384, "num_steps": 10,
