@@ -48,7 +48,7 @@ def test_no_attack_refutes_it(seed, relation, order):
                 truth = divergence(*pair, epsilon, weights)
                 assert truth <= bound * (1 + 1e-9) + 1e-12, (run, epsilon)
                 tightest = max(tightest, truth / bound if bound > 1e-9 else 0)
-    assert tightest > (0.9 if order in ("shuffled_once", "balls_in_bins") else 0.5)
+    assert tightest > (0.8 if order in ("shuffled_once", "balls_in_bins") else 0.5)
 
 
 @pytest.mark.parametrize(
