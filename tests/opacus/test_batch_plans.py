@@ -173,17 +173,6 @@ def test_subsets_of_every_size_are_uniform(size):
 
 
 @pytest.mark.parametrize("make", SECRET)
-def test_the_batch_of_a_step_is_drawn_once(make):
-    plan = make(records=range(60), b=10)
-    first = [list(plan.batch(step)) for step in range(6)]
-    plan.start_pass(0)  # a look at the batches, then training
-    assert [plan.batch(step) for step in range(6)] == first
-    plan.start_pass(4)
-    assert [plan.batch(step) for step in range(4, 6)] == first[4:]
-    assert [plan.num_rows(step) for step in range(4, 6)] == [len(batch) for batch in first[4:]]
-
-
-@pytest.mark.parametrize("make", SECRET)
 def test_seeds(make):
     batches = [[make(seed).batch(step) for step in range(9)] for seed in (1, 1, 2)]
     assert batches[0] == batches[1] != batches[2]

@@ -1,6 +1,5 @@
 """Private loaders: batches of the plan, options that stay, orders that are refused."""
 
-import itertools
 import logging
 
 import pytest
@@ -103,21 +102,6 @@ PAIR, FOUR = numbers(2), numbers(4)
 def test_orders_that_are_refused(dataset, options, text):
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         deal(dataset, **{"batch_size": 2, **options})
-
-
-@pytest.mark.parametrize(("order", "workers"), [("cyclic", 0), ("reshuffled", 2)])
-def test_an_epoch_that_is_left_early_goes_on(order, workers):
-    """Every record acts once in an epoch, however many passes the loop makes of it."""
-    loader = deal(numbers(8), order, batch_size=2, num_workers=workers)
-    cursor, used = loader.batch_sampler.cursor, []
-    while len(used) < 8:
-        for batch in itertools.islice(loader, 3):
-            number = len(used)
-            assert cursor.take() == (number % 4, False)
-            cursor.steps_taken = number + 1
-            used.append(batch)
-    for epoch in (used[:4], used[4:8]):
-        assert sorted(torch.cat([x for (x,) in epoch]).tolist()) == list(range(8))
 
 
 # --- batches of a TensorDataset that are read at once ---------------------------------------------
