@@ -230,17 +230,6 @@ def trajectories(cases=tuple(CASES)):
     return {case: or_error(trajectory, case) for case in cases}
 
 
-def first_noise(multiplier, clip_norm):
-    """What the noise of one step moved, times the batch size over its learning rate of 1."""
-    common = {"classes": 500, "loss_geometry": None, "sgd": {"lr": 1.0}, "max_grad_norm": clip_norm}
-    ways = []
-    for noise in (0.0, multiplier):
-        run = Training(noise_multiplier=noise, **common)
-        run.step(next(iter(run.loader)))
-        ways.append(torch.tensor(run.weights))
-    return ((ways[0] - ways[1]) * BATCH).tolist()
-
-
 def epsilon(order):
     run = Training(noise_multiplier=2.0, batch_order=order).epochs()
     return run.engine.get_epsilon(1e-5), run.engine.report(1e-5)
