@@ -72,7 +72,10 @@ def make_loader(dataset):
 
 @pytest.fixture
 def make_run(make_loader):
-    """Builds a Run; keyword arguments go to make_private, `loader`, `sgd`, `model` and `engine`."""
+    """Builds a Run; keyword arguments go to make_private, `loader`, `sgd`, `model` and `engine`.
+
+    With a `target_epsilon` they go to make_private_with_epsilon.
+    """
 
     def make(*, loader=None, sgd=None, model=None, engine=None, optimizer=None, **kwargs):
         torch.manual_seed(0)
@@ -93,9 +96,14 @@ def make_run(make_loader):
         if arguments.get("loss_geometry", "auto") != "auto" and "feature_norm" not in kwargs:
             arguments.pop("feature_norm")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Opacus: secure mode is off
+            warnings.filterwarnings("ignore", "Secure RNG turned off")
             engine = engine or HiddenStatePrivacyEngine()
-            private, optimizer, *own, batches = engine.make_private(
+            start = engine.make_private
+            if "target_epsilon" in kwargs:
+                start = engine.make_private_with_epsilon
+                arguments = {"target_delta": 1e-5, "epochs": 2, **arguments}
+                del arguments["noise_multiplier"]
+            private, optimizer, *own, batches = start(
                 module=model,
                 optimizer=optimizer,
                 data_loader=make_loader(**(loader or {})),
