@@ -65,8 +65,10 @@ def judge(run, guarantees, epsilons):
                     f"{name} claims {divergence}({argument:g}) = {claim:.9g}, but it is at least "
                     f"{lower:.9g}.\n{run.relation}\n{run!r}"
                 )
-            for label in ("any", "amplified")[: 1 + is_amplified] if claim > 1e-9 else ():
-                closest[label] = max(closest[label], lower / claim)
+            share = lower / claim if claim > 1e-9 else 0.0
+            closest["any"] = max(closest["any"], share)
+            if is_amplified:
+                closest["amplified"] = max(closest["amplified"], share)
     return closest
 
 

@@ -47,11 +47,8 @@ RELATIONS = ["REPLACE_SPECIAL", "REPLACE_ONE"]
 rng = np.random.default_rng(3)
 LABELS = rng.integers(2, size=2000)
 # Two classes a little apart, far from the origin, in columns of unequal scale.
-X = (np.c_[LABELS - 0.5, np.zeros((2000, 2))] + 0.2 * rng.normal(size=(2000, 3))) * [
-    1.0,
-    0.5,
-    0.1,
-] + [3.0, -2.0, 1.0]
+X = np.c_[LABELS - 0.5, np.zeros((2000, 2))] + 0.2 * rng.normal(size=(2000, 3))
+X = X * [1.0, 0.5, 0.1] + [3.0, -2.0, 1.0]
 D = 10
 STDS = 0.6 ** np.arange(D)
 
