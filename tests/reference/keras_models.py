@@ -4,7 +4,7 @@ import numpy as np
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
-from hidden_state_adapters.tf_privacy import HiddenStateSequential
+from hidden_state_adapters.tf_privacy import HiddenStateSequential, PrivateRun
 
 RECORDS, FEATURES, BATCH, STEPS, DELTA = 12, 3, 4, 3, 1e-5
 SGD = tf.keras.optimizers.SGD
@@ -33,10 +33,12 @@ def head(units=2, **kwargs):
     return tf.keras.layers.Dense(units, kernel_initializer="ones", **kwargs)
 
 
+SETTINGS = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic"}
+
+
 def make(optimizer=None, stack=None, *, compile=None, kind=HiddenStateSequential, **settings):
     """A compiled private model; `compile` holds more of what it is compiled with."""
-    given = {"l2_norm_clip": 1.0, "noise_multiplier": 2.0, "batch_order": "cyclic", **settings}
-    model = kind([head()] if stack is None else stack, **given)
+    model = kind([head()] if stack is None else stack, **{**SETTINGS, **settings})
     model.compile(optimizer or SGD(0.5), **{"loss": crossentropy(), **(compile or {})})
     return model
 
@@ -45,6 +47,36 @@ def fit(model, **kwargs):
     """Trains an epoch, and returns the model."""
     model.fit(**{"x": X, "y": Y, "batch_size": BATCH, "verbose": 0, **kwargs})
     return model
+
+
+def private_run(optimizer=None, model=None, **kwargs):
+    """A run for a loop of one's own; likewise."""
+    given = {"x": X, "y": Y, "batch_size": BATCH, "loss": crossentropy(), **SETTINGS, **kwargs}
+    return PrivateRun(
+        model or tf.keras.Sequential([head()]), optimizer=optimizer or SGD(0.5), **given
+    )
+
+
+def clipped_steps(
+    kernel, bias, batches, *, y=Y, weights=1.0, clip=0.5, rate=0.5, decay=0.0, divisor=BATCH
+):
+    """Kernel and bias of a softmax layer after steps without noise on rows of X, in float64."""
+    kernel, bias, factors = (
+        kernel.astype(float),
+        bias.astype(float),
+        np.broadcast_to(weights, len(y)),
+    )
+    for batch in batches:
+        x, labels = X[batch].astype(float), y[batch]
+        slopes = np.exp(x @ kernel + bias)
+        slopes /= slopes.sum(1, keepdims=True)
+        slopes[np.arange(len(labels)), labels] -= 1
+        slopes *= factors[batch][:, None]
+        norms = np.linalg.norm(slopes, axis=1) * np.sqrt((x**2).sum(1) + 1)
+        slopes *= (clip / np.maximum(norms, clip))[:, None]
+        kernel = (1 - rate * decay) * kernel - rate / divisor * x.T @ slopes
+        bias = (1 - rate * decay) * bias - rate / divisor * slopes.sum(0)
+    return kernel, bias
 
 
 # --- Model.fit of the run that the fixture `make_run` makes ---------------------------------------
