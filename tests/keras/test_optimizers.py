@@ -45,14 +45,8 @@ KINDS = {
     ),
 }
 layers = tf.keras.layers
-
-
-def data():
-    x = np.random.default_rng(0).normal(size=(N, FEATURES)).astype("float32")
-    return x, (x[:, :1] > 0).astype("float32")
-
-
-X, Y = data()
+X = np.random.default_rng(0).normal(size=(N, FEATURES)).astype("float32")
+Y = (X[:, :1] > 0).astype("float32")
 
 
 def network():
