@@ -150,15 +150,6 @@ def test_missing_and_unknown_keys(make):
         event.from_dict([])
 
 
-def test_ready_made_constants():
-    assert LossGeometry.logistic(2.0).smoothness == 1.0
-    assert LossGeometry.logistic(2.0, bias=True).smoothness == 1.25
-    assert LossGeometry.softmax_cross_entropy(1.0) == LossGeometry.convex(0.5, math.sqrt(2))
-    assert LossGeometry.squared_error(3.0, scale=2.0).smoothness == 18.0
-    assert LossGeometry.squared_error(3.0).lipschitz is None
-    assert LossGeometry.huber(3.0, 0.5).lipschitz == 1.5
-
-
 class TestAsComposition:
     """`as_composition` under stock accountants with ADD_OR_REMOVE_ONE."""
 

@@ -195,20 +195,6 @@ def test_clipped_row_dominates_random_losses(seed):
         assert np.linalg.norm(update(x) - update(y)) <= bound * np.linalg.norm(x - y) * (1 + 1e-9)
 
 
-def test_opacus_clip_factor_is_firmly_nonexpansive():
-    rng = np.random.default_rng(0)
-
-    def opacus(g, c):
-        return g * min(1.0, c / (np.linalg.norm(g) + 1e-6))
-
-    for _ in range(20_000):
-        c = rng.choice([1e-3, 0.1, 1.0])
-        g = rng.normal(size=2) * c * rng.uniform(0, 3)
-        h = g + rng.normal(size=2) * c * rng.choice([1e-3, 1.0])
-        p = opacus(g, c) - opacus(h, c)
-        assert p @ (g - h) >= p @ p - 1e-15 * c * c
-
-
 LOSSES_OF_A_PREDICTION = {
     "logistic": (hsa.LossGeometry.logistic(1.5), lambda z: 1 / (1 + math.exp(-z)) - 1),
     "squared": (hsa.LossGeometry.squared_error(1.5), lambda z: z - 0.7),

@@ -11,10 +11,9 @@ from scipy import stats
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.auditing import LinearLosses
-from hidden_state_accountants.bounds import Composition, DiceSgd, Subsampling
+from hidden_state_accountants.bounds import Composition, DiceSgd
 
 SPECIAL = NeighboringRelation.REPLACE_SPECIAL
-ADD_OR_REMOVE = NeighboringRelation.ADD_OR_REMOVE_ONE
 
 
 def opacus_run(**changes):
@@ -39,14 +38,6 @@ def test_stock_opacus_is_covered():
     assert hsa.LastIterateAccountant().compose(event).get_epsilon(1e-5) < 0.9 * every.epsilon(1e-5)
     text = "63 of 60000 records, each drawn at a rate of 0.0010660981"
     assert any(text in str(a) for a in every.assumptions)
-
-
-def test_epsilon_grows_with_the_rate():
-    slow, fast = (
-        Subsampling().guarantee(opacus_run(sampling_rate=rate), SPECIAL).epsilon(1e-5)
-        for rate in (1 / 938, 2 / 938)
-    )
-    assert slow < fast
 
 
 def test_overfull_batches_follow_the_rate():

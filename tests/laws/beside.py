@@ -28,7 +28,6 @@ from hidden_state_accountants.events.batch_order import unmet_relation
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DELTAS = (1e-3, 1e-5, 1e-8)
-_RANDOM_BATCHES = (hsa.BatchOrder.POISSON, hsa.BatchOrder.WITHOUT_REPLACEMENT)
 
 
 def random_run(rng: random.Random) -> tuple[hsa.LastIterateDpEvent, NeighboringRelation]:

@@ -218,13 +218,6 @@ class TestCappedPoissonBatches:
         exact = integrate.trapezoid(np.maximum(mixture - math.exp(epsilon) * base, 0), grid)
         assert 0.01 < exact <= ours.get_delta(epsilon)
 
-    def test_a_cap_that_cannot_act_costs_nothing(self):
-        event = cyclic_run(batch_order="poisson", max_batch_size=21)
-        assert event.as_composition(ADD_OR_REMOVE) == cyclic_run(
-            batch_order="poisson"
-        ).as_composition(ADD_OR_REMOVE)
-        assert event.cap_delta(ADD_OR_REMOVE) == 0.0
-
 
 def test_shifts_that_underflow_are_not_forgotten():
     tiny, huge = 1e-200, 1e200
