@@ -263,7 +263,7 @@ def test_otherwise_composition(changes):
 def test_no_noise_no_privacy(analysis, blocks):
     silent = np.ones((6, 5))
     silent[5, 4] = 0.0
-    for noise in (0.0, silent):
+    for noise in (np.array(0.0), silent):
         run = block_run(noise_variance=noise, num_blocks=blocks)
         assert guarantee(run, analysis).epsilon(1e-5) == math.inf
     for changes in ({"step_size": 0.0}, {"gradient_sensitivity": 0.0, "noise_variance": 0.0}):
