@@ -20,6 +20,7 @@ REFUSED = {
     "adam": "Expected plain SGD in a MirroredStrategy, got Adam",
     "blocks": "Expected plain SGD in a MirroredStrategy, got BlockCoordinateUpdate",
     "made_elsewhere": "Expected variables that were made in the scope",
+    "one_device": "or a MirroredStrategy, got OneDeviceStrategy",
     "workers": "or a MirroredStrategy, got CollectiveAllReduceStrategy",
 }
 OPTIMIZERS = ("optimizer_in_fit", "optimizer_in_own_loop")  # which need Keras 2
@@ -79,6 +80,6 @@ def test_rows_with_the_other_kernels():
     said = output_of(SCRIPT, case, **other)
     assert float(said.removeprefix(f"{case} | ")) < 1e-6
     rows = "test_other_layers_go_row_by_row and (scale or sequence or embedding or convolution)"
-    file = Path(__file__).with_name("test_model.py")
+    file = Path(__file__).with_name("test_model_gradients.py")
     said = output_of("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", rows, file, **other)
     assert "4 passed" in said, said

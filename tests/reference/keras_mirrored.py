@@ -180,6 +180,7 @@ CASES = {
     "made_elsewhere": made_elsewhere,
     "adam": lambda strategy: fit(make(strategy, head, optimizers.Adam)),
     "blocks": lambda strategy: fit(make(strategy, head, lambda: BlockCoordinateUpdate("sgd"))),
+    "one_device": lambda _: fit(make(tf.distribute.OneDeviceStrategy("CPU:0"), head)),
     "workers": lambda _: fit(make(tf.distribute.MultiWorkerMirroredStrategy(), head)),
 }
 
