@@ -654,7 +654,7 @@ MISUSES = (
     Misuse(in_groups(1), None, SEVERAL, goes_on=KERAS),
     Misuse(in_groups(BATCH), None, ACCOUNTED),
     Misuse(in_groups(BATCH + 1), None, "batch_size = 2, got 3", goes_on=KERAS),
-    Misuse(weights_of_examples, None, "Expected weight_bound=", goes_on=KERAS),
+    Misuse(weights_of_examples, None, "Expected weight_bound=", goes_on=KERAS, needs_bound=True),
     Misuse(afterwards("copy"), "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
     Misuse(afterwards("pickle"), "cannot be copied", MOVED + "|got another one", goes_on=BOTH),
     # A budget.

@@ -1,4 +1,4 @@
-"""Every Keras optimizer and the private model through every misuse of misuse.py."""
+"""Every Keras optimizer, the private model and an own loop through every misuse of misuse.py."""
 
 import contextlib
 import copy
@@ -32,6 +32,7 @@ from hidden_state_adapters.tf_privacy import (
     DiceUpdate,
     HiddenStateCallback,
     HiddenStateSequential,
+    PrivateRun,
     cyclic_dataset,
 )
 
@@ -504,6 +505,61 @@ class ModelTrial(OnKeras):
         return self.model
 
 
+@attrs.define(slots=False)
+class LoopTrial(ModelTrial):
+    """A loop of one's own that asks a `PrivateRun` for its steps."""
+
+    run = None
+
+    def model_of(self, stack):
+        return tf.keras.Sequential(stack)
+
+    def compile(self):
+        self.optimizer, self.run = self.new_optimizer(), None
+
+    @property
+    def account(self):
+        if self.run is None:
+            self.begin()
+        return self.run
+
+    def begin(self, state=None):
+        self.run = PrivateRun(
+            self.model, self.x, self.y, loss=self.loss, optimizer=self.rule(self, self.optimizer),
+            batch_size=self.batch, sample_weight=self.sample_weight, state=state, **self.settings,
+        )  # fmt: skip
+
+    def epoch(self, *, at=1, between=None, before=None, after=None, scale=1.0):
+        if before is not None or after is not None:
+            raise NotImplementedError("a step is one call")
+        for index in range(self.account.steps_per_epoch):
+            self.factor.assign(scale if index == at else 1.0)
+            if index == at and between is not None:
+                between()
+            self.run.step()
+
+    def _held(self):
+        if self.run is not None:
+            raise NotImplementedError("the run holds its records")
+
+    def group(self, *arguments, **settings):
+        self._held()
+        super().group(*arguments, **settings)
+
+    def weigh(self, weights):
+        self._held()
+        super().weigh(weights)
+
+    def interrupted_update(self):
+        raise NotImplementedError("who leaves the loop says when")
+
+    def go_on_from(self, saved):
+        state, weights = saved
+        self.build()
+        self.model.set_weights(weights)
+        self.begin(state)
+
+
 def block_update(trial, optimizer):
     return BlockCoordinateUpdate(optimizer, lambda: [[v] for v in trial.model.trainable_variables])
 
@@ -520,6 +576,15 @@ DICE = {
     "declared": {"gradient_bound": 1.4143},
     "records": {"learning_rate"},
 }
+RULES = {
+    "": {"start": PLAIN, "records": {"learning_rate"}},
+    "_dice": {
+        "start": DICE["start"], "records": {"learning_rate"}, "rule": dice_update, "said": {},
+    },
+    "_blocks": {
+        "start": PLAIN, "rule": block_update, "said": {}, "decay": None, "has_bound": False,
+    },
+}  # fmt: skip
 OPTIMIZERS = {
     "cyclic": functools.partial(
         KerasTrial,
@@ -533,13 +598,11 @@ OPTIMIZERS = {
     "block_coordinate": functools.partial(
         KerasTrial, kind=BlockCoordinateKerasOptimizer, start=PLAIN, has_bound=False, by_blocks=True
     ),
-    "model": functools.partial(ModelTrial, start=PLAIN, records={"learning_rate"}),
-    "model_dice": functools.partial(
-        ModelTrial, start=DICE["start"], records={"learning_rate"}, rule=dice_update, said={}
-    ),
-    "model_blocks": functools.partial(
-        ModelTrial, start=PLAIN, rule=block_update, said={}, decay=None, has_bound=False
-    ),
+    **{
+        f"{name}{rule}": functools.partial(kind, **arguments)
+        for name, kind in (("model", ModelTrial), ("loop", LoopTrial))
+        for rule, arguments in RULES.items()
+    },
 }
 
 
