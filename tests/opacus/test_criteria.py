@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from opacus import PrivacyEngine
-from opacus.utils.batch_memory_manager import BatchMemoryManager
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -225,8 +224,8 @@ def make(make_run, dataset):
     return make
 
 
-def epoch(run, loss, loader=None):
-    for features, labels in run.loader if loader is None else loader:
+def epoch(run, loss):
+    for features, labels in run.loader:
         run.optimizer.zero_grad()
         loss(run.model(features), labels).backward()
         run.optimizer.step()
@@ -338,17 +337,6 @@ def test_a_criterion_that_changes_is_another_one(make):
     criterion.weight = torch.tensor([0.1, 0.1, 5.0])
     with pytest.raises(hsa.UnsupportedRunError, match=r"step 7: .*: class weights"):
         epoch(run, criterion)
-
-
-def test_pieces_of_batches(make):
-    run = make("number", criterion=F.mse_loss)
-    with BatchMemoryManager(
-        data_loader=run.loader, max_physical_batch_size=4, optimizer=run.optimizer
-    ) as pieces:
-        epoch(run, F.mse_loss, pieces)
-        with pytest.raises(hsa.UnsupportedRunError, match="gradients of another loss"):
-            epoch(run, lambda z, y: F.mse_loss(z, y.flip(0)), pieces)
-    assert run.steps == 6
 
 
 SINGLE = WEIGHTS.float()

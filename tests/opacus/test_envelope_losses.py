@@ -200,15 +200,6 @@ def test_a_private_run_contracts_as_decay_does(envelope_run, criterion, targets,
     assert f"per-example gradient norms at most {CLIP * math.sqrt(2):g}" in texts
 
 
-@pytest.mark.parametrize(("name", "value"), [("clip_norm", 0.1), ("smoothing", 0.0)])
-def test_settings_that_change_during_a_run_are_noticed(envelope_run, name, value):
-    run = envelope_run(EnvelopeCrossEntropyLoss(CLIP, SMOOTHING))
-    run.epoch()
-    setattr(run.criterion, name, value)
-    with pytest.raises(hsa.UnsupportedRunError, match="gradients of another loss"):
-        run.epoch()
-
-
 def test_a_gradient_that_is_longer_than_its_bound_is_noticed(make_run):
     """As if the loss were another one than its geometry says."""
     declared = EnvelopeCrossEntropyLoss(CLIP / 2).geometry(1.0, bias=True)

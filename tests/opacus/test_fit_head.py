@@ -183,6 +183,7 @@ def test_no_record_moves_what_is_summed_by_more_than_its_bound(silent, monkeypat
         ({"x": 3 * X}, ValueError, "Normalise every record by itself"),
         ({"x": X * math.nan}, ValueError, "feature_norm"),
         ({"x": X.long()}, TypeError, "floating point tensor, got torch.int64"),
+        ({"x": X[0]}, ValueError, "shape"),
         ({"x": X.to_sparse()}, NotImplementedError, "Sparse"),
         ({"public_features": X}, ValueError, "got the records themselves"),
         ({"public_features": X[:, 1:]}, ValueError, "of 6 columns"),
