@@ -173,8 +173,9 @@ class TestModulusLines:
         "large steps": {"learning_rate": 4.0},
         "schedule": {"learning_rate": [0.5] * 100 + [1.0] * 300},
         "long schedules": {
-            "learning_rate": np.geomspace(3.9, 0.03, 2500), "num_steps": 2500,
-            "weight_decay": [0.1] * 1300 + [0.02] * 1200, "noise_multiplier": 2.0,
+            "learning_rate": np.r_[np.geomspace(3.9, 0.3, 1300), 3.9, np.geomspace(0.3, 0.03, 1199)],
+            "weight_decay": [0.1] * 1300 + [0.05] + [0.02] * 1199, "num_steps": 2500,
+            "noise_multiplier": 2.0,
         },
         "long schedule, strongly convex": {
             "learning_rate": 2.2 + 2 * np.sin(np.arange(1500) / 100), "num_steps": 1500,
@@ -193,7 +194,7 @@ class TestModulusLines:
         sizes = BatchSizes.of(event, relation, 1e-12)
         lines = modulus_lines(event, relation, sizes)
         touched = math.inf
-        steps = (0, *range(1, event.num_steps, 173), event.num_steps - 1)
+        steps = (0, *range(1, event.num_steps, 173), 1300, event.num_steps - 1)
         for t in steps if event.num_steps > 400 else (0, -1):
             for k in range(sizes.smallest, sizes.largest):
                 terms = (k, k + 1) if relation is ONE else (k,)

@@ -85,7 +85,7 @@ def test_minimum_over_windows_equals_brute_force(seed):
     rng = np.random.default_rng(seed)
     steps = int(rng.integers(1, 11))
     c, s, sigma = random_problem(rng, steps)
-    kappa, drift = c * rng.uniform(0.5, 1.2, steps), s + rng.exponential(2.0, steps)
+    kappa, drift = c * rng.uniform(0.1, 1.2, steps), s + rng.exponential(2.0, steps)
     diameter = float(rng.choice([np.inf, rng.exponential(2.0)]))
     arrays = c, s, sigma, kappa, drift, diameter
     process = NoisyProcess(*arrays, 1, (0,), (), is_constant=False)
