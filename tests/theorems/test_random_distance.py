@@ -173,7 +173,7 @@ class TestModulusLines:
         "large steps": {"learning_rate": 4.0},
         "schedule": {"learning_rate": [0.5] * 100 + [1.0] * 300},
         "long schedules": {
-            "learning_rate": np.r_[np.geomspace(3.9, 0.3, 1300), 3.9, np.geomspace(0.3, 0.03, 1199)],
+            "learning_rate": np.r_[np.geomspace(3.9, 0.3, 1300), 3.9, np.geomspace(0.3, 0.1, 1199)],
             "weight_decay": [0.1] * 1300 + [0.05] + [0.02] * 1199, "num_steps": 2500,
             "noise_multiplier": 2.0,
         },
