@@ -165,6 +165,9 @@ def test_poisson_rows(kind, changes, allowed, text):
         step(run, rows=rows)
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         step(run, rows=allowed[-1] + 1)
+    if changes:
+        with pytest.raises(TypeError, match="rows of POISSON"):
+            step(run, rows=None)
     assert run.event().num_steps == 3
 
 

@@ -47,6 +47,16 @@ EVENTS = {
 }
 
 
+# A number of records that is fixed has no record more; stock accountants do not know the others, or
+# do not agree on them.
+REFUSED = {
+    ("without_replacement", ADD_OR_REMOVE),
+    ("tree", ADD_OR_REMOVE),
+    ("tree", REPLACE_ONE),
+    ("repeat_and_select", REPLACE_ONE),
+}
+
+
 @pytest.mark.parametrize("relation", RELATIONS)
 @pytest.mark.parametrize("name", EVENTS)
 def test_count_law(name, relation):
@@ -55,7 +65,7 @@ def test_count_law(name, relation):
     if event is None:
         pytest.skip("this version of dp-accounting has no such event")
     accountant = hsa.LastIterateAccountant(relation)
-    if not accountant.supports(event):
+    if (name, relation) in REFUSED or not accountant.supports(event):
         with pytest.raises(hsa.UnsupportedRunError):
             accountant.compose(event)
         return
@@ -191,7 +201,8 @@ class TestCappedPoissonBatches:
         for relation, others in ((ADD_OR_REMOVE, 20), (REPLACE_SPECIAL, 19)):
             # n of the larger data set, minus the record; P(at least 12 others)
             tail = 24 * stats.binom.sf(11, others, 0.25)
-            assert event.cap_delta(relation) == pytest.approx(tail)
+            for named in (relation, relation.name.lower()):
+                assert event.cap_delta(named) == pytest.approx(tail)
             free = hsa.LastIterateAccountant(relation).compose(without_cap)
             capped = hsa.LastIterateAccountant(relation).compose(event)
             assert capped.get_delta(1.0) == pytest.approx(free.get_delta(1.0) + tail)

@@ -88,7 +88,7 @@ def test_the_modulus_holds_on_simulated_steps(seed, relation):
 
 def test_the_terms_that_both_data_sets_share():
     """One record in a batch of four: three terms are the same; no more is shared elsewhere."""
-    event = cyclic_run(batch_size=4, dataset_size=8, loss=LOSS, clip_norm=2.0)
+    event = cyclic_run(batch_size=4, dataset_size=8, loss=LOSS, clip_norm=2.0, domain_diameter=7.0)
     process = noisy_process(event, REPLACE_ONE, is_linear=False)
     holds = np.array([True, False, True, False])
     problem = module.shift_problem(event, process, REPLACE_ONE, slice(0, 4), holds)
@@ -97,6 +97,7 @@ def test_the_terms_that_both_data_sets_share():
     np.testing.assert_allclose(problem.cap, eta * 4 * np.array([0.75, 1, 0.75, 1]))
     np.testing.assert_allclose(problem.sensitivity, [eta, 0, eta, 0])
     np.testing.assert_allclose(problem.decay, 0.9)
+    assert (problem.exponent, problem.diameter) == (LOSS.exponent, 7.0)
     full = full_run(loss=LOSS)
     process = noisy_process(full, ADD_OR_REMOVE, is_linear=False)
     problem = module.shift_problem(full, process, ADD_OR_REMOVE, slice(0, 4), np.ones(4, bool))
@@ -240,6 +241,10 @@ def test_schedules_take_the_worst_position():
 def test_releases_add_up():
     parts = [mu(full_run(loss=LOSS, num_steps=n)) for n in (7, 8, 9)]
     found = mu(full_run(loss=LOSS, release_steps=[7, 15]))
+    assert found == pytest.approx(math.hypot(*parts), rel=1e-12)
+    parts = [mu(full_run(loss=LOSS, num_steps=12, noise_multiplier=z)) for z in (4.0, 1.0)]
+    noise = [4.0] * 12 + [1.0] * 12
+    found = mu(full_run(loss=LOSS, release_steps=[12], noise_multiplier=noise))
     assert found == pytest.approx(math.hypot(*parts), rel=1e-12)
     composition = pytest.approx(math.sqrt(24) / 2, rel=1e-12)
     assert mu(full_run(loss=LOSS, release_steps=range(1, 24))) == composition
