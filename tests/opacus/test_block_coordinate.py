@@ -158,6 +158,16 @@ def test_a_sum_has_the_event_of_the_mean():
     assert total.event == mean.event
 
 
+def test_a_sum_takes_the_steps_of_the_mean():
+    options = {"noise_multiplier": 0.0, "mechanism": BlockCoordinate(l1=0.02, l2=0.1)}
+    mean = Session(**options).train()
+    total = Session(
+        loss_reduction="sum", sgd={"lr": RATE / SIZE},
+        criterion=lambda outputs, targets: ((outputs - targets) ** 2).sum() / 2, **options,
+    ).train()  # fmt: skip
+    np.testing.assert_allclose(total.weights, mean.weights, rtol=0, atol=1e-13)
+
+
 # --- the account ----------------------------------------------------------------------------------
 
 

@@ -343,7 +343,10 @@ def test_the_epsilon_of_every_epoch_is_that_of_a_run_that_ends_there(
     ("options", "more"),
     [
         ({}, (FIXED_RECORDS, GEOMETRY)),
-        ({"criterion": None, "loss_geometry": SOFTMAX}, (FIXED_RECORDS, GEOMETRY)),
+        (
+            {**NOTHING_HIDDEN, "loss_geometry": SOFTMAX, "feature_norm": 1.0},
+            (FIXED_RECORDS, GEOMETRY),
+        ),
         (NOTHING_HIDDEN, ()),
         ({**NOTHING_HIDDEN, "mechanism": DiceSGD(0.5)}, ()),
     ],
@@ -353,6 +356,8 @@ def test_a_private_engine(make_run, options, more):
     run = make_run(**options)
     for _ in range(3):  # before, composition is as good
         run.epoch()
+    told = "declared: feature norms at most 1" in map(str, run.engine.assumptions)
+    assert told == ("feature_norm" in options)
     every = (*OF_EVERY_RUN, FIXED_RECORDS, GEOMETRY)
     for guarantee in (run.engine.guarantee, run.engine.accountant.guarantee):
         assert listed(guarantee, every) == [*OF_EVERY_RUN, *more]

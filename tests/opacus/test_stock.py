@@ -316,6 +316,7 @@ def drawn_again(generator):
         (None, {"rand_on_empty": True, "poisson_sampling": True}, UNSUPPORTED, "rand_on_empty = F"),
         (None, {"target_epsilon": 1.0, "epochs": 2}, UNSUPPORTED, "Poisson loader.*make_private_w"),
         (None, {}, UNSUPPORTED, r"Expected a Poisson loader.*declare_run\(\)"),
+        (None, {"data": records(65)}, UNSUPPORTED, "Expected a Poisson loader"),
         (
             None,
             {"loader": {"batch_size": 1, "batch_sampler": at_a_higher_rate()}},
