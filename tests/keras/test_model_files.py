@@ -104,6 +104,15 @@ def test_it_is_one_run(name):
         assert sum(part in text for text in texts) == 1
 
 
+def test_runs_before_it_count_where_it_goes_on():
+    model = fit(make())
+    model.compile(SGD(0.5), model.loss)
+    before, left = fit(model).privacy_events, saved(model)
+    new_process()
+    events = gone_on(*left, optimizer=SGD(0.5)).privacy_events
+    assert (events[0], events[1].num_steps) == (before[0], 6)
+
+
 def test_noise_is_new():
     left, ends = saved(fit(make())), []
     for _ in range(2):

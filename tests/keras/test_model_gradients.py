@@ -267,14 +267,14 @@ def test_weights_that_come_with_the_examples():
     """The same run as with arrays, with the same demands."""
     triples = tf.data.Dataset.from_tensor_slices((X, Y, OF_EXAMPLES))
     model, beside = make(noise_multiplier=0.0), make(noise_multiplier=0.0)
-    fit(beside, sample_weight=OF_EXAMPLES)
-    fit(model, x=triples, y=None)
+    fit(beside, sample_weight=OF_EXAMPLES, class_weight=OF_CLASSES)
+    fit(model, x=triples, y=None, class_weight=OF_CLASSES)
     assert_same(model.get_weights(), beside.get_weights(), atol=1e-6)
     assert model.privacy_event == beside.privacy_event
-    fit(model, sample_weight=OF_EXAMPLES)
+    fit(model, sample_weight=OF_EXAMPLES, class_weight=OF_CLASSES)
     for other in (None, OF_EXAMPLES[::-1]):
         with pytest.raises(hsa.UnsupportedRunError, match="examples of the run so far"):
-            fit(model, sample_weight=other)
+            fit(model, sample_weight=other, class_weight=OF_CLASSES)
     assert model.privacy_event.num_steps == 6
 
 

@@ -161,5 +161,6 @@ def test_the_fit_that_would_go_over_is_refused_before_training(monkeypatch):
 def test_what_was_sent_from_a_block_that_has_ended_is_refused():
     with hsa.budget(4.0, 1e-5):
         sent = copy.deepcopy(classifier(epsilon=0.5))
-    with pytest.raises(ValueError, match="its block has ended"):
-        sent.fit(X, Y)
+    for model in (sent, clone(sent)):
+        with pytest.raises(ValueError, match="its block has ended"):
+            model.fit(X, Y)

@@ -18,6 +18,7 @@ from sklearn.metrics import log_loss
 import hidden_state_accountants as hsa
 from hidden_state_accountants.calibration import gaussian_log_mu
 from hidden_state_adapters.own_noise import OwnGenerator
+from hidden_state_adapters.recipe import shrunk
 from hidden_state_adapters.sklearn import PrivateClassifier, PrivateRegressor
 from hidden_state_adapters.sklearn.preprocessing import (
     STEPS,
@@ -29,6 +30,7 @@ from hidden_state_adapters.sklearn.preprocessing import (
 )
 from hidden_state_adapters.temperature import (
     RECORD_NORM,
+    best_scale,
     clipped_losses,
     public_scale,
 )
@@ -64,6 +66,12 @@ FEATURES = like_a_network(LABELS)
 PUBLIC = like_a_network(np.zeros(200))  # of one class
 HARD = (rng.normal(size=2000) / 3 + X[:, 0] > 3).astype(int)
 SKEWED = np.clip(rng.lognormal(0, 1, size=2000), 0, 9)
+
+
+@pytest.fixture(autouse=True)
+def _in_parts(monkeypatch):
+    """Records are worked on in several parts, as large data are."""
+    monkeypatch.setattr("hidden_state_adapters.sklearn.records._BLOCK", 900)
 
 
 def silent(std, shape):
@@ -234,6 +242,14 @@ def test_without_noise_columns_have_mean_zero_and_equal_scale():
     constant = np.ones((50, 2))
     flat = release_statistics(constant, "standardize", 1.0, "scale", 1.0, silent)
     assert np.isfinite(flat.apply(constant, 1.0, "scale")).all()
+
+
+def test_noise_shrinks_means_and_a_scale_is_that_of_the_least_loss():
+    means, exponents = np.array([3.0, 4.0, 0.0]), np.arange(-3, 1)
+    for std, factor in ((2.0, 0.84), (9.0, 0.0)):
+        np.testing.assert_allclose(shrunk(means, std), factor * means)
+    assert best_scale((exponents + 1.5) ** 2) == pytest.approx(2**-1.5)
+    assert best_scale(np.array([0.0, 1.0, 0.5, -1.0])) == 1.0  # noise that is not convex
 
 
 def test_sparse_records_are_scaled_like_dense_ones():
