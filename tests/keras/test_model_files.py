@@ -104,6 +104,20 @@ def test_it_is_one_run(name):
         assert sum(part in text for text in texts) == 1
 
 
+def test_the_secret_order_goes_on():
+    settings, secret = RUNS["shuffled_once"]
+    model = fit(make(**settings))
+    left = saved(model, **secret)
+    new_process()
+    again = gone_on(*left, **settings)
+    for own, other in zip(*(batches_of_an_epoch(m) for m in (again, model)), strict=True):
+        np.testing.assert_array_equal(own, other)
+
+
+def batches_of_an_epoch(model):
+    return [model._run.steps.plan.batch(step) for step in range(STEPS)]
+
+
 def test_runs_before_it_count_where_it_goes_on():
     model = fit(make())
     model.compile(SGD(0.5), model.loss)

@@ -275,6 +275,8 @@ def test_weights_that_come_with_the_examples():
     for other in (None, OF_EXAMPLES[::-1]):
         with pytest.raises(hsa.UnsupportedRunError, match="examples of the run so far"):
             fit(model, sample_weight=other, class_weight=OF_CLASSES)
+    with pytest.raises(hsa.UnsupportedRunError, match="examples of the run so far"):
+        fit(model, x=triples, y=None)
     assert model.privacy_event.num_steps == 6
 
 

@@ -358,7 +358,9 @@ class HeldExamples:
         self, x: Any, y: Any, weights: GivenWeights, steps: int | None = None
     ) -> GivenWeights:
         """Returns the weights of the same examples; UnsupportedRunError if they are others."""
-        if self._is_read and x is self._source and y is None and weights.of_examples is None:
+        is_source = self._is_read and x is self._source and y is None
+        classes = weights.of_classes == self.given.of_classes
+        if is_source and classes and weights.of_examples is None:
             return self.given  # of which this is a copy
         found = HeldExamples(x, y, weights, steps)
         if found._digest != self._digest:
