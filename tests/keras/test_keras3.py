@@ -7,9 +7,21 @@ import pytest
 
 pytest.importorskip("tensorflow")
 import tensorflow as tf
-from keras_models import AUTO, BATCH, FEATURES, RECORDS, SGD, X, Y, crossentropy, fit, head, make
+from keras_models import (
+    AUTO,
+    BATCH,
+    FEATURES,
+    RECORDS,
+    SGD,
+    X,
+    Y,
+    crossentropy,
+    fit,
+    head,
+    make,
+    refused,
+)
 
-import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
     HiddenStateModel,
     gradients,
@@ -22,10 +34,6 @@ pytestmark = pytest.mark.skipif(not keras_api.IS_KERAS_3, reason="Keras 2 runs")
 layers, losses, optimizers = tf.keras.layers, tf.keras.losses, tf.keras.optimizers
 callbacks = tf.keras.callbacks
 STEPS = RECORDS // BATCH
-
-
-def refused(text):
-    return pytest.raises(hsa.UnsupportedRunError, match=text)
 
 
 def without_decay_of_biases():

@@ -9,7 +9,7 @@ from cases import first
 pytest.importorskip("tensorflow")
 import keras_models
 import tensorflow as tf
-from keras_models import DELTA, FEATURES, SETTINGS, SGD, STEPS, X, Y, crossentropy, fit
+from keras_models import DELTA, FEATURES, SETTINGS, SGD, STEPS, X, Y, crossentropy, fit, refused
 
 import hidden_state_accountants as hsa
 from hidden_state_accountants.guarantee import Status
@@ -37,10 +37,6 @@ def _in_a_new_process():
 def new_process():
     """Nothing is known but what a file tells."""
     lineage._newest.clear()
-
-
-def refused(text):
-    return pytest.raises(hsa.UnsupportedRunError, match=text)
 
 
 def at(hook, act):

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 import tensorflow as tf
-from keras_models import BATCH, FEATURES, RECORDS, Y, crossentropy
+from keras_models import BATCH, FEATURES, RECORDS, Y, crossentropy, refused
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import HiddenStateModel, HiddenStateSequential, keras_api
@@ -24,10 +24,6 @@ def make(stack=None, *, optimizer=None, **settings):
 
 def fit(model, **kwargs):
     return keras_models.fit(model, **{"x": X, **kwargs})
-
-
-def refused(text):
-    return pytest.raises(hsa.UnsupportedRunError, match=text)
 
 
 @pytest.mark.parametrize(

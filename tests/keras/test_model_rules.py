@@ -15,7 +15,7 @@ pytest.importorskip("tensorflow")
 import keras_models
 import tensorflow as tf
 from dp_accounting import NeighboringRelation
-from keras_models import AUTO, DELTA, SGD, STEPS, X, crossentropy, head
+from keras_models import AUTO, DELTA, SGD, STEPS, X, crossentropy, head, refused
 
 import hidden_state_accountants as hsa
 import hidden_state_adapters.tf_privacy as adapter
@@ -49,10 +49,6 @@ def by_rows(monkeypatch):
         monkeypatch.setattr(ThroughLinearLayers, "of", lambda *args: None)
 
     return switch
-
-
-def refused(text):
-    return pytest.raises(hsa.UnsupportedRunError, match=text)
 
 
 # --- DiceSGD --------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("tensorflow")
 import tensorflow as tf
-from keras_models import AUTO, DELTA, SGD, STEPS, fit, make, private_run
+from keras_models import AUTO, DELTA, SGD, STEPS, fit, make, private_run, refused
 
 import hidden_state_accountants as hsa
 from hidden_state_adapters.tf_privacy import (
@@ -29,10 +29,6 @@ def trained(epochs=1, **kwargs):
     run = private_run(**kwargs)
     run.train(epochs, verbose=False)
     return run
-
-
-def refused(text):
-    return pytest.raises(hsa.UnsupportedRunError, match=text)
 
 
 @pytest.mark.parametrize(

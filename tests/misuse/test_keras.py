@@ -20,6 +20,7 @@ from keras_fixtures import (  # noqa: F401
     row_by_row,
     without_graphs,
 )
+from keras_models import bce
 from misuse import BATCH, RECORDS, Trial, nothing
 
 import hidden_state_accountants as hsa
@@ -74,10 +75,6 @@ LAYERS = {
     "counts": Counts,
     "adapted": adapted,
 }
-
-
-def bce():
-    return tf.keras.losses.BinaryCrossentropy(from_logits=True, reduction="none")
 
 
 def linear(**kwargs):

@@ -1,6 +1,7 @@
 """Runs of Keras where most tests begin: a head on twelve unit rows, and ways of Model.fit."""
 
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import hidden_state_accountants as hsa
@@ -27,6 +28,10 @@ def bce():
 
 def crossentropy(**kwargs):
     return tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, **kwargs)
+
+
+def refused(text):
+    return pytest.raises(hsa.UnsupportedRunError, match=text)
 
 
 def head(units=2, **kwargs):

@@ -359,8 +359,8 @@ class HeldExamples:
     ) -> GivenWeights:
         """Returns the weights of the same examples; UnsupportedRunError if they are others."""
         is_source = self._is_read and x is self._source and y is None
-        classes = weights.of_classes == self.given.of_classes
-        if is_source and classes and weights.of_examples is None:
+        same_classes = weights.of_classes == self.given.of_classes
+        if is_source and same_classes and weights.of_examples is None:
             return self.given  # of which this is a copy
         found = HeldExamples(x, y, weights, steps)
         if found._digest != self._digest:
