@@ -81,6 +81,7 @@ def test_equality():
     [
         (cyclic_run, {"noise_multiplier": -1.0}, "Expected finite noise_multiplier >= 0, got -1.0"),
         (cyclic_run, {"learning_rate": [0.1] * 23}, "cover num_steps = 24 steps, got 23"),
+        (cyclic_run, {"learning_rate": [0.1] * 25}, "cover num_steps = 24 steps, got 25"),
         (cyclic_run, {"clip_norm": 0.0}, "clip_norm > 0"),
         (cyclic_run, {"clip_norm": None, "loss": None}, "loss.lipschitz when clip_norm is None"),
         (cyclic_run, {"batch_order": "sorted"}, "batch_order to be one of full, cyclic"),
@@ -197,7 +198,7 @@ class TestAsComposition:
     def test_poisson_steps_of_equal_noise_are_counted(self, relation):
         """Those without a learning rate are left out."""
         noise = [2.0] * 10 + [3.0] * 9 + [2.0] * 5
-        rates = [0.5] * 22 + [0.0] * 2
+        rates = [0.5] * 17 + [0.0] * 2 + [0.5] * 5
         event = cyclic_run(
             batch_order="poisson", loss=None, noise_multiplier=noise, learning_rate=rates
         )
@@ -205,7 +206,7 @@ class TestAsComposition:
             SelfComposedDpEvent(
                 dp_accounting.PoissonSampledDpEvent(0.25, GaussianDpEvent(value)), count
             )
-            for value, count in ((2.0, 13), (3.0, 9))
+            for value, count in ((2.0, 15), (3.0, 7))
         ]
         assert event.as_composition(relation) == dp_accounting.ComposedDpEvent(parts)
 

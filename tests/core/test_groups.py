@@ -123,8 +123,9 @@ def test_moduli_of_data_sets_between(relation, size, curvatures, changed):
 @pytest.mark.parametrize("size", [2, 4])
 def test_full_batches_with_records_more_or_less(size):
     event = run(
-        batch_order="full", batch_size=12, loss=CURVED, learning_rate=1.3, weight_decay=[0.1] * 5
-    )
+        batch_order="full", batch_size=12, loss=CURVED, learning_rate=1.3,
+        weight_decay=[0.1] * 4 + [0.2],
+    )  # fmt: skip
     found = noisy_process(run_of_groups(event, ADD, size), ADD)
     plain = noisy_process(event, ADD)
     for name in ("sensitivity", "noise_std", "drift_contraction"):
@@ -179,6 +180,10 @@ def test_refusals():
     with pytest.raises(hsa.UnsupportedRunError, match="Use REPLACE_ONE"):
         group(blocks, SPECIAL, 2)
     assert group(blocks, ONE, 2).mu == pytest.approx(2 * group(blocks, ONE, 1).mu)
+    with pytest.raises(ValueError, match="guarantees for REPLACE_ONE, got one for REPLACE_SPECIAL"):
+        hsa.compose_guarantees([group(run(), SPECIAL, 1)], ONE)
+    with pytest.raises(ValueError, match="groups of one size"):
+        hsa.compose_guarantees([group(blocks, ONE, size) for size in (1, 2)], ONE)
     with pytest.raises(ValueError, match="group_size"):
         hsa.LastIterateAccountant(group_size=0)
     accountant = hsa.LastIterateAccountant(ADD, group_size=2)

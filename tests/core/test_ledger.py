@@ -20,7 +20,10 @@ from hidden_state_accountants.ledger import active_budget
 print("ready", flush=True)
 for line in sys.stdin:
     budget = active_budget()
-    print(budget and budget.spend(GaussianDpEvent(9.0), "REPLACE_SPECIAL"), flush=True)
+    try:
+        print(budget and budget.spend(GaussianDpEvent(9.0), "REPLACE_SPECIAL"), flush=True)
+    except ValueError:
+        print("refused", flush=True)
 """
 
 
@@ -59,8 +62,8 @@ def test_a_worker_that_was_started_before_counts_in_the_budget():
 
         assert worker.stdout.readline().strip() == "ready"
         assert work() == "None"
-        with hsa.budget(1.0, 1e-5) as spent:
-            assert [work(), work()] == ["1", "2"]
+        with hsa.budget(0.6, 1e-5) as spent:
+            assert [work(), work(), work()] == ["1", "2", "refused"]
         assert work() == "None"
         worker.stdin.close()
     assert spent.releases == 2

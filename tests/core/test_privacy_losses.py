@@ -282,7 +282,10 @@ def test_the_error_of_the_inverse_transform_is_added(monkeypatch):
     masses[[0, 1, 5, 63]] = 1e-6, 1 - 3e-6, 1e-6, 1e-6
     parts = Parts([(losses.LossMasses(-1, masses, 0.0), 1000)], GRID)
     how = parts.tilt(0.0), -100, 900
-    exact, _ = composed_loss._Direction(parts)._convolved(*how)
+    direction = composed_loss._Direction(parts)
+    exact, _ = direction._convolved(*how)
+    more = direction._finite_part(how[0]._replace(lost=1e-3), -100, 900, 0, 9)
+    assert (more - direction._finite_part(*how, 0, 9) >= 1e-3).all()  # of cells left out of a part
 
     class WorstInverse(WorstTransform):
         rfft = staticmethod(fft.rfft)
@@ -314,6 +317,14 @@ def test_mass_at_infinity_is_paid_exactly(infinite, total):
     assert composed.delta(500.0) == pytest.approx(total, rel=1e-8, abs=0)
     assert composed.epsilon(0.99 * total) == math.inf
     assert composed.epsilon(1.01 * total) < math.inf
+
+
+def test_what_sums_of_masses_round_off_counts_as_infinite():
+    small, times = 0.9 * UNIT, 10**12
+    parts = Parts([(losses.LossMasses(0, np.append(1.0, np.full(6, small)), 1e-13), times)], GRID)
+    with mpmath.workdps(40):
+        finite = 1 + 6 * mpmath.mpf(small)
+        assert (finite + 1e-13) ** times - finite**times <= parts.infinite
 
 
 def test_what_is_remembered_belongs_to_a_relation():

@@ -89,6 +89,8 @@ def test_ends():
     assert partly_public.epsilon(0.01) == math.inf
     assert partly_public.delta(math.inf) == 0.01
     assert 0 < partly_public.epsilon(0.02) < math.inf
+    coarse = GaussianMixtureCurve([0.99, 0.01], [1.0, math.inf], smallest_delta=1e-20)
+    assert compose_curves([(coarse, 2)]).delta(50.0) == pytest.approx(0.0199)
     assert np.isinf(partly_public.rdp(np.array([2.0]))).all()
     assert linear(0.0).epsilon(1e-5) == linear(1.0).delta(math.inf) == 0.0
     nothing = RdpCurve(lambda orders: np.full(orders.shape, math.inf))

@@ -135,6 +135,8 @@ def test_one_record_moves_the_moments_by_no_more_than_its_bound(normalization, n
     np.testing.assert_allclose(together - rest, alone[0], atol=1e-12)
     lengths = [np.linalg.norm(m) for m in alone]
     assert max(lengths) == pytest.approx(zeroed, rel=1e-12)
+    first = np.array([0.7, 0.2, -0.1]) / math.sqrt(0.54)  # the first record, centred
+    np.testing.assert_allclose(alone[0] / np.trace(alone[0]), np.outer(first, first))
     gaps = [np.linalg.norm(a - b) for a, b in itertools.combinations(alone, 2)]
     assert max(gaps) <= 2 * replaced * (1 + 1e-12)
     perpendicular = [np.outer(row, row) for row in np.eye(3)]

@@ -70,6 +70,7 @@ def test_large_batches_stretch_more(order):
     _, failure = _process(capped, SPECIAL)
     assert failure == capped.cap_delta(SPECIAL) > 1e-3
     assert BallsInBins().guarantee(capped, SPECIAL).delta(50.0) >= failure
+    assert _process(attrs.evolve(capped, loss=LINEAR), SPECIAL)[1] == failure
 
 
 def test_one_draw_has_as_many_batches_as_an_epoch():
@@ -156,6 +157,15 @@ def test_one_draw_is_one_pair_of_all_epochs():
         truth = two_bins(math.sqrt(6) * 1.2, at)[0]
         assert truth <= Composition().guarantee(run, SPECIAL).delta(at) <= truth * 1.003
         assert wrong.delta(at) < 0.9 * truth
+
+
+def test_what_is_left_of_the_epochs_before_the_last_one_counts():
+    noise = np.linspace(2.0, 3.0, 8)
+    both, last = (
+        cyclic_run(batch_order=REDRAWN, noise_multiplier=noise[n:], num_steps=8 - n) for n in (0, 4)
+    )
+    alone = BallsInBins().guarantee(last, SPECIAL).epsilon(1e-5)
+    assert BallsInBins().guarantee(both, SPECIAL).epsilon(1e-5) > 1.2 * alone
 
 
 def test_noise_that_changes_counts_the_worst_bin():

@@ -13,10 +13,10 @@ from mixtures_of_gaussians import patterns
 from scipy import stats
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds import DiceSgd
+from hidden_state_accountants.bounds import DiceSgd, dice_sgd_2024
 from hidden_state_accountants.bounds.dice_sgd_2024 import Effect, _split, sound_curve
 from hidden_state_accountants.bounds.solvers.inclusion_counts import inclusions
-from hidden_state_accountants.curves.base import GaussianCurve
+from hidden_state_accountants.curves.base import GaussianCurve, GaussianMixtureCurve
 
 Order = hsa.BatchOrder
 OF_ANY_SIZE = (Order.FULL, Order.POISSON, Order.BALLS_IN_BINS, Order.BALLS_IN_BINS_REDRAWN)
@@ -185,9 +185,17 @@ def test_split_noise_dominates_small_runs_enumerated(bound, noise, batch, size):
         assert_dominates(curve, event, drift)
 
 
-@pytest.mark.parametrize("order", [Order.POISSON, Order.WITHOUT_REPLACEMENT, Order.FULL])
+@pytest.mark.parametrize(
+    ("order", "relation"),
+    [
+        (Order.POISSON, SPECIAL),
+        (Order.WITHOUT_REPLACEMENT, SPECIAL),
+        (Order.WITHOUT_REPLACEMENT, ONE),
+        (Order.FULL, SPECIAL),
+    ],
+)
 @pytest.mark.parametrize("bound", [0.7, 1.0])
-def test_without_errors_it_is_dp_sgd(order, bound):
+def test_without_errors_it_is_dp_sgd(order, relation, bound):
     """The clip never acts: the same as the composition bound of the package."""
     n, batch = (40, 40) if order is Order.FULL else (1000, 20)
     event = run(
@@ -198,11 +206,11 @@ def test_without_errors_it_is_dp_sgd(order, bound):
         noise_multiplier=1.1, learning_rate=1.0, clip_norm=1.0, batch_size=batch, dataset_size=n,
         num_steps=100, batch_order=order, loss=hsa.LossGeometry.linear(bound),
     )  # fmt: skip
-    composed = hsa.bounds.Composition().guarantee(plain, SPECIAL).epsilon(1e-5)
-    curve = sound_curve(event, SPECIAL)
-    assert curve.epsilon(1e-5) <= composed * (1 + 1e-9)
-    same = getattr(curve, "curves", [curve])[-1]
-    assert same.epsilon(1e-5) == pytest.approx(composed, rel=1e-9)
+    composed = hsa.bounds.Composition().guarantee(plain, relation).epsilon(1e-5)
+    assert sound_curve(event, relation).epsilon(1e-5) == pytest.approx(composed, rel=1e-9)
+    if order is Order.WITHOUT_REPLACEMENT:
+        clipped = attrs.evolve(event, gradient_bound=1.02)
+        assert sound_curve(clipped, relation).epsilon(1e-5) > 1.05 * composed
 
 
 @pytest.mark.parametrize(("relation", "factor"), [(SPECIAL, 1), (ADD, 1), (ONE, 2)])
@@ -233,14 +241,23 @@ def test_unknown_gradients_let_the_error_shift_every_later_step(automatic):
     assert sound_curve(event, SPECIAL).mu == pytest.approx(math.sqrt(expected) / 2.0, rel=1e-12)
 
 
-def test_the_split_bound_wins_where_participations_are_rare_in_the_noise():
+def test_the_split_bound_wins_where_participations_are_rare_in_the_noise(monkeypatch):
     event = run(
         noise_std=0.02, error_clip_norm=1.0, batch_size=1000, dataset_size=50_000,
         num_steps=2000, gradient_bound=1.02,
     )  # fmt: skip
     best = sound_curve(event, SPECIAL)
     revealed = best.known[0][0]
+    split, failure = best.known[-1]
+    (sampled, _), (gaussian, _) = split.parts
+    share = (sampled.event.event.noise_multiplier / 1000 / 0.02) ** 2
+    paid_for = round(math.sqrt(1 - share) * 0.02 * gaussian.mu * 1000 / 0.02)  # participations
+    assert failure == pytest.approx(stats.binom.sf(paid_for, 1999, 0.02), rel=1e-9, abs=0)
     assert best.epsilon(1e-5) < 0.6 * revealed.epsilon(1e-5)
+    rounded = sound_curve(event, ONE)
+    assert isinstance(rounded, GaussianMixtureCurve)  # is not split
+    monkeypatch.setattr(dice_sgd_2024, "_MOST_COMPONENTS", 10**6)
+    assert 1 <= rounded.epsilon(1e-5) / sound_curve(event, ONE).epsilon(1e-5) < 1.001
     # No split does without the noise of ordinary DP-SGD.
     plain = sound_curve(attrs.evolve(event, gradient_bound=1.0), SPECIAL)
     assert plain.epsilon(1e-5) < best.epsilon(1e-5)

@@ -15,7 +15,7 @@ from runs import cyclic_run, full_run
 from shift_programs import nonlinear_mu_squared
 
 import hidden_state_accountants as hsa
-from hidden_state_accountants.bounds import Hoelder
+from hidden_state_accountants.bounds import Hoelder, ShiftedInterpolation
 from hidden_state_accountants.bounds import hoelder as module
 from hidden_state_accountants.bounds.solvers.optimal_shifts import ShiftProblem, least_mu
 from hidden_state_accountants.bounds.solvers.shifts import least_mu_squared
@@ -163,6 +163,18 @@ def test_linear_moduli_against_the_taut_string(seed):
         known_shift=np.where(distances >= problem.diameter, distances, np.nan),
     )
     assert 1 <= least_mu(problem) / math.sqrt(exact) < 1 + 1e-4
+
+
+@pytest.mark.parametrize("diameter", [math.inf, 0.05])
+def test_exponent_1_is_the_smooth_case(diameter):
+    """All terms of a batch that a record is added to are in both data sets."""
+    smooth, rough = (
+        full_run(loss=loss, domain_diameter=diameter)
+        for loss in (hsa.LossGeometry.smooth(0.05), hsa.LossGeometry.hoelder(0.05, 1.0))
+    )
+    linear = ShiftedInterpolation().guarantee(smooth, ADD_OR_REMOVE).mu
+    assert ShiftedInterpolation().guarantee(rough, ADD_OR_REMOVE).mu == linear
+    assert mu(rough, ADD_OR_REMOVE) == pytest.approx(linear, rel=1e-4)
 
 
 @given(st.integers(0, 10**6), st.lists(st.floats(allow_subnormal=False), min_size=6, max_size=6))

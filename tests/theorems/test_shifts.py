@@ -378,6 +378,23 @@ def test_distances_before_a_tail_are_never_below_the_tracked_ones(c, kappa):
         assert least <= distance_after(process, step) <= least * (1 + 1e-8)
 
 
+def test_distances_before_a_tail_of_steps_that_differ():
+    c, s = np.random.default_rng(0).uniform(0.5, 1.2, (2, 8))
+    process = attrs.evolve(
+        noisy_process(RUNS["cyclic"], SPECIAL),
+        contraction=c,
+        sensitivity=s,
+        drift=np.append(0.1, np.full(7, 9.0)),
+        is_constant=False,
+    )
+    apart = np.zeros(4)  # by a record at each position
+    for step in range(8):
+        apart = c[step] * apart + s[step] * (np.arange(4) == step % 4)
+        if step == 3:
+            assert distance_after(process, 4) == pytest.approx(apart.max(), rel=1e-12)
+    assert distance_after(process, 8) >= apart.max()
+
+
 @pytest.mark.parametrize(
     "order",
     first(
