@@ -37,6 +37,7 @@ def test_accounted(make_run, mode):
     run.fit(epochs=5, initial_epoch=4)
     assert run.callback.privacy_event == EXPECTED
     assert run.callback.get_epsilon(DELTA) == pytest.approx(exact(EXPECTED))
+    assert any("calls of fit was fixed" in a.text for a in run.callback.assumptions)
 
 
 def test_learning_rates_are_those_that_were_used(make_run):
@@ -61,13 +62,20 @@ def test_checkpoints_count_as_released(make_run, options, told, steps):
 
 
 def test_a_saved_model_holds_no_metrics_of_the_training_data(make_run):
-    run = make_run()
-    run.fit()
+    """After an epoch, and after a fit in which a callback has evaluated it."""
+    run, held = make_run(), []
+
+    def look(epoch, logs):
+        held.extend(v.numpy() for metric in run.model.metrics for v in metric.variables)
+        run.model.evaluate(run.x, run.y, verbose=0)
+
+    run.fit(callbacks=[callbacks.LambdaCallback(on_epoch_end=look)])
     run.model.save("model", save_format="tf")
     reader = tf.train.load_checkpoint("model/variables/variables")
     names = [n for n in reader.get_variable_to_shape_map() if "metrics" in n]
     assert names
-    assert not any(reader.get_tensor(name).any() for name in names)
+    assert held
+    assert not any(held + [reader.get_tensor(name) for name in names])
 
 
 @pytest.mark.parametrize("relation", ["REPLACE_SPECIAL", "REPLACE_ONE"])
@@ -150,10 +158,10 @@ def microbatches_that_do_not_divide(run):
     run.fit()
 
 
-def of_layers(run, *stack):
+def of_layers(run, *stack, **arguments):
     run.model = tf.keras.Sequential(stack)
-    compile_with(run)
-    run.fit()
+    compile_with(run, run_eagerly=bool(arguments))
+    run.fit(**arguments)
 
 
 def penalised(run):
@@ -170,6 +178,16 @@ def constrained(run):
 
 def mixed_precision(run):
     of_layers(run, layers.Dense(1, dtype="mixed_float16"))
+
+
+def counted_within_an_epoch(run):
+    """And set back before anybody asks."""
+    frozen = layers.Dense(4, trainable=False)
+    counts = callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: frozen.bias.assign_add(1e-6 * tf.ones(4)),
+        on_epoch_end=lambda epoch, logs: frozen.bias.assign(tf.zeros(4)),
+    )
+    of_layers(run, frozen, layers.Dense(1), callbacks=[counts])
 
 
 # Weights that the optimizer did not leave, and other ends
@@ -230,6 +248,7 @@ CASES = [
     (5, stateful, "stateful=True"),
     (3, constrained, "without a constraint"),
     (10, mixed_precision, "precision"),
+    (11, counted_within_an_epoch, "not trained was changed"),
     (2, stopped_by_a_callback, "stopped early"),
     (11, nudged_before_an_epoch, "changed outside the private optimizer"),
     (11, nudged_after_a_part_of_an_epoch, "changed outside the private optimizer"),
@@ -307,13 +326,16 @@ def test_one_block_hides_its_iterates_until_one_is_released(make_blocks):
 
 
 def test_several_blocks_are_composed(make_blocks):
-    """A frozen layer is in none, and files of every step cost nothing more."""
+    """A frozen layer is in none, files of every step cost nothing more, the rate is constant."""
     run = make_blocks(layers.Dense(3, trainable=False), layers.Dense(2), layers.Dense(1))
     run.fit()
     assert run.callback.privacy_event == of_blocks(1, num_blocks=2)
     every = callbacks.ModelCheckpoint("b", save_freq=1, save_weights_only=True)
     run.fit(callbacks=[every])
     assert run.callback.get_epsilon(DELTA) == pytest.approx(exact(of_blocks(num_blocks=2)))
+    halve = callbacks.LearningRateScheduler(lambda epoch, rate: rate / 2)
+    with pytest.raises(hsa.UnsupportedRunError, match=r"learning_rate = 0\.25, expected 0\.5"):
+        run.fit(callbacks=[halve])
 
 
 def test_a_step_that_was_interrupted_between_its_blocks(make_blocks):

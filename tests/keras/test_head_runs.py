@@ -156,6 +156,18 @@ def smoothed(**options):
     return none(losses.BinaryCrossentropy, from_logits=True, **options)
 
 
+class Counts(layers.Layer):
+    """Keeps a sum of what it sees in training mode."""
+
+    def build(self, shape):
+        self.seen = self.add_weight("seen", trainable=False)
+
+    def call(self, x, training=None):
+        if training:
+            self.seen.assign_add(tf.reduce_sum(x))
+        return x
+
+
 CATEGORICAL = none(losses.CategoricalCrossentropy, from_logits=True)
 REFUSED = {
     "own softmax": ([head(), layers.Lambda(tf.nn.softmax)], {}, "be that of dense"),
@@ -179,6 +191,11 @@ REFUSED = {
     "declared": (
         [head()], {"loss_geometry": SOFTMAX(0.5, True), "feature_norm": 0.5}, "= 0.5 .* got 1",
     ),
+    "half": (
+        [head(1)], {"loss": SQUARED, "y": LABELS, "loss_geometry": LEAST_SQUARES(1.0, True)},
+        "has no factor 1/2",
+    ),
+    "counts": ([Counts(), head()], {}, "not trained was changed"),
     "class": ([head()], {"y": Y + 1}, "labels from 0 to 1"),
     "half a class": ([head()], {"y": Y / 2}, "labels from 0 to 1"),
     "targets": ([head()], {"loss": CATEGORICAL, "y": 2.0 * np.eye(2)[Y]}, "of probabilities"),

@@ -250,6 +250,8 @@ def test_a_run_that_was_only_constructed_hides_no_other(run):
     assert event.release_steps == (6,)
     for model in (copy.deepcopy(run.model), run.model):
         check_composed(epoch(begun(model, run)), event)
+    with pytest.raises(hsa.UnsupportedRunError, match="changed outside"):
+        record.state()  # its weights would be those of the next run
 
 
 def test_two_models_from_one(run):
@@ -265,8 +267,9 @@ def test_two_models_from_one(run):
 
 
 def changed_since(run):
+    """One of two variables."""
     run.fit()
-    run.model.set_weights([0.5 * w for w in run.model.get_weights()])
+    run.variables[0].assign(0.5 * run.variables[0])
 
 
 def steps_that_nobody_recorded(run):

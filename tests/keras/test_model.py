@@ -279,6 +279,7 @@ def test_what_was_fixed_in_advance():
         assert statuses(model, text) == ["checked"]
     fit(model)
     assert statuses(model, "number of steps fixed in advance") == ["declared"]
+    assert statuses(model, "the number of calls of fit was fixed in advance") == ["declared"]
     model = fit(make(num_steps=2 * STEPS, **AUTO))
     assert statuses(model, "training ends after step 3 of the 6") == ["declared"]
     fit(model)

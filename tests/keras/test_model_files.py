@@ -198,9 +198,13 @@ def test_a_fork():
 def test_a_released_state_is_not_forgotten():
     model = fit(make())
     left = saved(model)
-    fit(model).state()  # counts as released
-    with refused("step 6 was released"):
-        gone_on(*left, discard_later_steps=True)
+    later = saved(fit(model), stays_private=False)
+    for goes_on in (False, True):  # here, and where the run went on from there
+        if goes_on:
+            new_process()
+            gone_on(*later)
+        with refused("step 6 was released"):
+            gone_on(*left, discard_later_steps=True)
 
 
 def test_steps_that_another_model_declares_later_were_not_declared_in_advance():

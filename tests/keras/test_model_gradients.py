@@ -96,6 +96,12 @@ def twice(x):
     return inner(inner(x))
 
 
+def centred(layer):
+    """A layer of Keras whose call somebody has replaced."""
+    layer.call = lambda x: x - tf.reduce_mean(x, 0)
+    return layer
+
+
 class OfParts(tf.keras.Model):
     """Calls its one layer with the parts of all examples as rows."""
 
@@ -121,6 +127,7 @@ OTHERS = {
     "twice": lambda: [graph_of(twice), head()],
     "function": lambda: [graph_of(lambda x: layers.Dense(3)(tf.square(x))), head()],
     "moments": lambda: [layers.BatchNormalization(center=False, scale=False), head()],
+    "call": lambda: [centred(layers.ReLU()), head()],
     "parts": lambda: [OfParts()],
 }  # fmt: skip
 
@@ -277,6 +284,8 @@ def test_weights_that_come_with_the_examples():
             fit(model, sample_weight=other, class_weight=OF_CLASSES)
     with pytest.raises(hsa.UnsupportedRunError, match="examples of the run so far"):
         fit(model, x=triples, y=None)
+    with pytest.raises(hsa.UnsupportedRunError, match="depends on its order"):
+        fit(model, x=triples, y=None, class_weight=OF_CLASSES, sample_weight=OF_EXAMPLES)
     assert model.privacy_event.num_steps == 6
 
 

@@ -104,6 +104,20 @@ def test_a_loop_takes_the_steps_of_the_model(name):
     assert optimizer.last_step.steps == int(optimizer.iterations) == 6
 
 
+@pytest.mark.usefixtures("row_by_row")
+def test_the_gradient_of_a_microbatch_is_that_of_its_mean_loss():
+    """As long as nothing is clipped it is the step of single examples. DiceSGD takes only these."""
+    ends = []
+    for number in (None, 2):
+        model = network()
+        step(model, CyclicDPKerasSGDOptimizer(9.0, 0.0, number, learning_rate=0.5))
+        ends.append(model.get_weights())
+    for a, b in zip(*ends, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    with pytest.raises(hsa.UnsupportedRunError, match="or one for each example of the batch"):
+        step(model, KINDS["dice"](num_microbatches=2))
+
+
 @pytest.mark.parametrize(
     ("jit", "dtype", "microbatches"),
     [(False, "float64", None), (True, "float32", None), (False, "float32", 2)],
@@ -237,6 +251,7 @@ def test_impossible_arguments(name, arguments, kind):
 def test_copies_have_the_arguments_and_no_steps(name):
     optimizer = KINDS[name](1.0)
     step(network(), optimizer)
+    assert all(np.any(variable) for variable in optimizer.variables())  # count and moments
     for again in (
         copy.copy(optimizer),
         copy.deepcopy(optimizer),

@@ -52,6 +52,9 @@ def test_released_iterates_count():
     assert run.privacy_event.release_steps == (STEPS,)
     assert run.get_epsilon(DELTA) > hidden
     assert ", poisson (" in run.report(DELTA)
+    end = 1 + 3 * STEPS  # of two more epochs, which begin where the run stands
+    ahead = run.steps.with_steps_ahead(run.record.whole_run(), end, STEPS, (True, False))
+    assert ahead.release_steps == (STEPS, 1 + STEPS, 1 + 2 * STEPS, end)
 
 
 def test_a_budget_counts_a_run_before_it_and_refuses_one_inside():

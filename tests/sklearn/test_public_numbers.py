@@ -87,12 +87,15 @@ def test_weights_change_the_model_and_not_the_event():
     plain = weighted().fit(ROWS, RARE)
     by_class = weighted({1: 9.0}).fit(ROWS, RARE)
     by_record = weighted().fit(ROWS, RARE, np.where(RARE, 1.0, 1 / 9))
-    assert by_class.privacy_event_ == plain.privacy_event_ == by_record.privacy_event_
+    both = weighted({1: 9.0}).fit(ROWS, RARE, 1.0 - RARE)  # of the rare ones nothing is left
+    for model in (by_class, by_record, both):
+        assert model.privacy_event_ == plain.privacy_event_
     classes = np.array(["a", "b", "c"])
     np.testing.assert_allclose(class_weights({"b": 4.0, "c": 0.5}, classes), [0.25, 1.0, 0.125])
     rare = RARE == 1
     for model in (by_class, by_record):
         assert model.predict(ROWS)[rare].mean() > plain.predict(ROWS)[rare].mean() + 0.2
+        assert model.predict(ROWS)[rare].mean() > both.predict(ROWS)[rare].mean() + 0.2
     assert "the weights of the classes, {1: 9.0}" in by_class.report_
     assert "the weight of every record is a function of it alone" in by_record.report_
     assert "weight of every record" not in plain.report_

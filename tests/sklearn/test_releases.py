@@ -337,13 +337,19 @@ def test_public_features_are_cut_at_the_bounds_of_the_columns():
 
 
 def test_probabilities_of_hard_labels_are_no_worse_than_the_base_rate_and_labels_stay():
+    """And better than those of the same weights without a temperature, where no column tells."""
     models = [classifier(calibrate=True).fit(X, HARD) for _ in range(3)]
     losses = [log_loss(HARD, model.predict_proba(X)) for model in models]
-    plain = classifier().fit(X, HARD)
-    assert np.mean(losses) < min(math.log(2), log_loss(HARD, plain.predict_proba(X)))
-    for model in models:
+    assert np.mean(losses) < math.log(2)
+    untold = np.arange(2000) % 2
+    unsure = classifier(calibrate=True).fit(X, untold)
+    for model in (*models, unsure):
         np.testing.assert_array_equal(model.predict(X), model.predict_proba(X)[:, 1] > 0.5)
         assert 1 <= model.temperature_ <= 8
+    loss = log_loss(untold, unsure.predict_proba(X))
+    unsure.temperature_ = 1.0
+    assert loss < log_loss(untold, unsure.predict_proba(X))
+    plain = classifier().fit(X, HARD)
     assert plain.temperature_ == 1
     assert plain._recipe.correction is None
 
