@@ -626,6 +626,8 @@ MISUSES = (
     Misuse(changes("error_clip_norm", 2.0), "uses error_max_grad_norm", None),
     Misuse(becomes("automatic", True), "uses automatic = True", None),
     Misuse(changes("divisor", 2), "expected_batch_size", None),
+    Misuse(becomes("loss_reduction", "sum"), "uses loss_reduction", None),
+    Misuse(becomes("secure_mode", True), "uses secure_mode", None),
     Misuse(becomes("step_hook", print), "step_hook", None),
     Misuse(becomes("grad_scale", 1.0), "GradScaler", None, goes_on=OPACUS),
     Misuse(becomes("generator", "another"), "another generator", None),

@@ -211,6 +211,14 @@ def test_the_noise_may_change_between_steps():
     assert "schedule of noise fixed in advance" in declared
 
 
+def test_impossible_noise_is_refused_before_the_first_block_moves():
+    run = Session()
+    run.optimizer.noise_multiplier, before = 1e-320, run.weights
+    with pytest.raises(ValueError, match="Expected noise_multiplier between"):
+        run.train()
+    np.testing.assert_array_equal(run.weights, before)
+
+
 def test_full_batches():
     event = Session(batch_order="full", loader={"batch_size": 5}).train(3).event
     assert (event.batch_size, event.dataset_size, event.num_epochs) == (12, 12, 3)
@@ -242,6 +250,10 @@ def test_several_blocks_are_not_amplified():
     assert mu_of(run.event) == pytest.approx(math.sqrt(4 * 2) * 2.0 / 2.1 / NOISE)
     assert run.engine.get_epsilon(DELTA) == epsilon_of(run.event)
     assert "composition" in run.engine.report(DELTA)
+    data = X / 9, torch.arange(len(X)) % 2
+    short = {"data": data, "noise_multiplier": 0.0, "max_grad_norm": 0.1}
+    known, plain = linear(2, **short), linear(2, **short, loss_geometry=None, feature_norm=None)
+    np.testing.assert_allclose(known.train().weights, plain.train().weights, rtol=0, atol=1e-13)
 
 
 # --- releases and checkpoints ---------------------------------------------------------------------

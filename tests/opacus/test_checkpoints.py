@@ -3,6 +3,7 @@
 import pytest
 import torch
 from opacus.schedulers import ExponentialGradClip, ExponentialNoise
+from opacus_runs import in_pieces
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
@@ -36,11 +37,15 @@ def steps(run, count):
         *((Batches(order, seed=7, seed_is_secret=True), {}, 18) for order in SECRET),
         ("shuffled_once", PRIVATE, 18),
         ("reshuffled", PRIVATE, 12),  # the next epoch is drawn anew
+        ("poisson", PRIVATE, 12),  # as far as workers drew them ahead
     ],
 )
 def test_the_same_batches_go_on(make_run, path, batches, stored, end):
     """The noise is 0: then the parameters depend on the batches only."""
-    first, second = (make_run(batch_order=batches, noise_multiplier=0.0) for _ in range(2))
+    loader = {"num_workers": 2 * (batches == "poisson")}
+    first, second = (
+        make_run(batch_order=batches, noise_multiplier=0.0, loader=loader) for _ in range(2)
+    )
     steps(first, 8)
     first.engine.save_checkpoint(path=path, **stored)
     torch.load(path, weights_only=True)
@@ -85,7 +90,7 @@ def test_without_the_private_state(make_run, path, caplog, order, stop, missing)
 
 
 def test_schedules_go_on(make_run, path):
-    """And the rates are compared with the declared ones."""
+    """Of batches in pieces; and the rates are compared with the declared ones."""
     runs = [make_run(schedule=[0.5] * 12 + [0.25] * 12 + [0.125] * 6) for _ in range(3)]
     whole, first, second = (
         (
@@ -101,7 +106,8 @@ def test_schedules_go_on(make_run, path):
 
     def train(run, schedules, epochs):
         for _ in range(epochs):
-            run.epoch()
+            with in_pieces(run, 4) as loader:
+                run.epoch(loader)
             for schedule in schedules.values():
                 schedule.step()
 

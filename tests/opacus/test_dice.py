@@ -119,6 +119,15 @@ def test_pieces_of_a_batch_are_one_step(make_dice, order, workers):
     assert events[0].num_steps == (2 if order == "full" else 12)
 
 
+def test_a_gradient_of_the_first_piece_is_too_long(make_dice, dataset):
+    features, labels = dataset.tensors
+    data = TensorDataset(torch.cat([4 * features[:1], features[1:]]).double(), labels)
+    run = make_dice(gradient_bound=BOUND, loader={"dataset": data})
+    refused = pytest.raises(UnsupportedRunError, match="Expected gradient_bound >= ")
+    with in_pieces(run, 4) as loader, refused:
+        run.epoch(loader)
+
+
 KNOWN = {"feature_norm": 1.0, "loss_geometry": "auto", "criterion": nn.CrossEntropyLoss()}
 SUM = {
     "loss_reduction": "sum", "base": {"lr": RATE / 10},

@@ -110,7 +110,7 @@ def test_noise_of_a_step(make_run, reduction):
     assert abs(float(draws.mean())) < 6 * expected / math.sqrt(len(draws))
 
 
-def test_report_and_assumptions(make_run):
+def test_report_and_assumptions(make_run, tmp_path):
     run = make_run(after=BallProjection(5.0))
     assert run.engine.get_epsilon(DELTA) == 0
     for ask in (lambda: run.engine.report(DELTA), lambda: run.engine.privacy_event):
@@ -146,6 +146,8 @@ def test_report_and_assumptions(make_run):
     for assumption in run.engine.assumptions:
         texts[assumption.status].append(assumption.text)
     assert any("ball of radius 5" in text for text in texts[Status.CHECKED])
+    run.engine.guarantee.save(tmp_path / "model.json")
+    assert "batch size, hyper-parameters" in (tmp_path / "model.md").read_text()
     for declared in ("number of steps", "LossGeometry"):
         assert any(declared in text for text in texts[Status.DECLARED])
 

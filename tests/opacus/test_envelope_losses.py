@@ -202,7 +202,7 @@ def test_a_private_run_contracts_as_decay_does(envelope_run, criterion, targets,
 
 def test_a_gradient_that_is_longer_than_its_bound_is_noticed(make_run):
     """As if the loss were another one than its geometry says."""
-    declared = EnvelopeCrossEntropyLoss(CLIP / 2).geometry(1.0, bias=True)
+    declared = EnvelopeCrossEntropyLoss(CLIP / 1.001).geometry(1.0, bias=True)
     run = make_run(
         criterion=EnvelopeCrossEntropyLoss(CLIP), loss_geometry=declared, max_grad_norm=1.0
     )

@@ -34,7 +34,8 @@ def noise_changed_between_backward_and_step(run):
 
 
 def learning_rate_as_tensor(run):
-    run.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    """And dampening, which torch ignores where there is no momentum."""
+    run.optimizer.param_groups[0] |= {"lr": torch.tensor(0.5), "dampening": 0.5}
     run.epoch()
     return {"num_steps": 6}
 

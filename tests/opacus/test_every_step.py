@@ -82,6 +82,10 @@ class Box:
         self.scale = scale
 
 
+class Numbers(list):
+    scale = 1.0
+
+
 BOX = Box(1.0)
 
 
@@ -90,6 +94,7 @@ BOX = Box(1.0)
     [
         (lambda x, i: 1 / max(1.001, x.norm(dim=1).max().item()), "step 5.*float"),
         (lambda x, i: Box(guarded(x) / x), "step 2.*Box"),
+        (lambda x, i: Numbers([0.999] * i), "step 2.*float"),
         (lambda x, i: 0.999, None),
         (lambda x, i: BOX, None),
         (lambda x, i: i // 99 + 1, None),
@@ -251,6 +256,17 @@ def test_outputs_are_computed_from_the_own_copy(make_run, epoch):
     epoch(run)
     assert run.engine.get_epsilon(1e-5) == plain.engine.get_epsilon(1e-5)
     np.testing.assert_array_equal(weights(run), weights(plain))
+
+
+def test_outputs_that_are_changed_in_place_are_refused(make_run):
+    run = make_run()
+    x, y = next(iter(run.loader))
+    output = run.model(x)
+    with torch.no_grad():
+        output[0] += output[1]
+    run.criterion(output, y).backward()
+    with pytest.raises(UnsupportedRunError, match="or came out, was changed in place"):
+        run.optimizer.step()
 
 
 def write(run):

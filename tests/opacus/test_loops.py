@@ -116,6 +116,14 @@ def one_cycle(run):
     run.epoch()
 
 
+def with_a_gradient_scaler(run):
+    """Which leaves out steps by itself, for gradients that overflow."""
+    scaler = torch.amp.GradScaler("cpu")
+    for features, labels in run.loader:
+        scaler.scale(run.criterion(run.model(features), labels)).backward()
+        scaler.step(run.optimizer)
+
+
 CAPPED = {"batch_order": Batches("poisson", max_batch_size=30), "loader": {"batch_size": 60}}
 WORKERS = {"loader": {"num_workers": 1, "prefetch_factor": 4}}
 POISSON = {"batch_order": "poisson"}
@@ -136,6 +144,7 @@ RAISES = [
     (piece_skipped, {}, "step 2: a piece of a batch"),
     (last_piece_left_out, WORKERS, r"step \d+"),
     (gradient_accumulation, {}, "gradients of 2 .*raise the batch_size.*BatchMemoryManager"),
+    (with_a_gradient_scaler, {"loss_geometry": None}, "a call through torch.amp.GradScaler"),
     (one_cycle, {}, "momentum = 0, got 0.95: .*OneCycleLR .*cycle_momentum=False"),
 ]
 

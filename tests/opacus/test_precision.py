@@ -199,7 +199,8 @@ def test_the_clip_is_exact():
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float32, -45), (torch.float64, -320)])
 def test_no_vector_is_longer_than_the_clip_norm_though_squares_underflow(dtype, least):
     """Coordinates of ever smaller size: a factor from a norm that underflowed would be huge."""
-    smallest = smallest_norm([nn.Parameter(torch.zeros(1, dtype=dtype))])
+    params = [nn.Parameter(torch.zeros(1, dtype=kind)) for kind in (torch.float64, dtype)]
+    smallest = smallest_norm(params)  # of the coarser one
     sizes = 10.0 ** torch.linspace(least, 5, 400, dtype=torch.float64)
     vectors = (torch.ones(400, 1000, dtype=torch.float64) * sizes[:, None]).to(dtype)
     for normalised in (None, smallest):

@@ -57,9 +57,10 @@ def test_a_trajectory_on_a_gpu(two, of_one):
 
 @pytest.mark.parametrize("order", ["cyclic", "poisson"])
 def test_epsilon_is_that_of_one_process(two, order):
-    expected, _ = processes.epsilon(order)
-    for epsilon, report in two.call("epsilon", order):
+    expected, _, other = processes.epsilon(order)
+    for epsilon, report, weights in two.call("epsilon", order):
         assert epsilon == expected
+        assert np.abs(np.subtract(weights, other)).max() > 0.01  # noise of its own
         assert "2 processes with disjoint parts of every batch" in report
         assert ("SHAKE-128" in report) == (order == "poisson")
 
@@ -109,8 +110,9 @@ def test_other_batches_of_a_stock_engine_are_half_of_those_of_a_step(two):
          "Process 1 of 2 refused: step 2 used batch 2, expected batch 1"),
         ("refuses_a_step", (0,), "Process 0 of 2 refused: .*not what the loader drew"),
         ("refuses_a_piece", (), "Process 1 of 2 refused: .*not what the loader drew"),
-        ("changes_the_rate", (), "different steps: process 0 has step 2.*'lr': 0.5.*process 1 has "
+        ("changes", ("lr", 0.25), "different steps: process 0 has step 2.*'lr': 0.5.*process 1 has "
          "step 2.*'lr': 0.25"),
+        ("changes", ("max_grad_norm", 9.0), "max_grad_norm = 2.1.*process 1 .*max_grad_norm = 9.0"),
         ("writes_a_parameter", (), "Process 1 of 2 refused: step 2: the parameters were"),
         ("takes_one_step_too_many", (), "num_steps"),
     ],

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import random
 import re
 
 import pytest
@@ -171,14 +172,15 @@ def test_nothing_is_left_behind(make_run):
 
         def forward(self, features):
             if not torch.is_grad_enabled():
-                self.seen += 1
+                self.seen += random.random()
             return super().forward(features)
 
     run = make_run(model=Counts(), feature_norm=None, loss_geometry=None, **KINDS["dice"])
     batch = next(iter(run.loader))
-    before = torch.get_rng_state()
+    before, python = torch.get_rng_state(), random.getstate()
     run.step(batch)
     assert torch.equal(torch.get_rng_state(), before)
+    assert random.getstate() == python
     assert not run.plain_model.seen
     run.engine.get_epsilon(1e-5)
 
@@ -261,6 +263,7 @@ SQUARES = torch.randn(12, 6, 6, generator=torch.Generator().manual_seed(0))
         (Recurrent, INPUTS, with_states, 6, DECLARED),
         (Attends, SQUARES, with_positions, 3, LOOKED),
         (Attends, SQUARES, with_positions, 6, LOOKED),
+        (lambda: nn.Sequential(nn.Softmax(0), nn.Linear(6, 3)), SQUARES[:, 0], entropy, 6, MIXES),
     ],
 )  # fmt: skip
 def test_ordinary_models(make, inputs, loss, size, found):
@@ -327,6 +330,16 @@ def test_halves_that_are_padded_alike(kind, found):
     rows = [rows[i] for i in (11, 0, 1, 10, 2, 3, 4, 5, 6, 7, 8, 9)]
     rows[3] = (rows[0][0].clone(), rows[3][1])
     assert of_the_model(Mean(kind), rows, collate_fn=padded) == found
+
+
+def test_records_are_mixed_before_a_head_that_is_all_there_is():
+    def collate(rows):
+        inputs, labels = centred(rows)
+        return inputs.mean(1), labels
+
+    known = {"criterion": nn.CrossEntropyLoss(), "feature_norm": 9.0}
+    head = nn.Linear(2, 3)
+    assert of_the_model(head, sequences(), arguments=known, collate_fn=collate) == MIXES
 
 
 def positions_first(rows):
@@ -488,7 +501,7 @@ def test_losses_in_the_model(make, data, loss, arguments, found):
 
     refusal = "step 1: a number that the model returns for a batch"
     module = WithItsLoss(make(), loss)
-    assert outcome(LOSSES, refusal, module, data, returned, arguments) == found
+    assert outcome(LOSSES, refusal, module, data, returned, arguments, batch_size=3) == found
 
 
 def test_without_a_criterion_the_log_says_what_is_declared(caplog):

@@ -232,7 +232,7 @@ def trajectories(cases=tuple(CASES)):
 
 def epsilon(order):
     run = Training(noise_multiplier=2.0, batch_order=order).epochs()
-    return run.engine.get_epsilon(1e-5), run.engine.report(1e-5)
+    return run.engine.get_epsilon(1e-5), run.engine.report(1e-5), run.weights
 
 
 class Numbered(TensorDataset):
@@ -321,11 +321,12 @@ def refuses_a_piece():
     return refuses_a_step(at=0, physical=2)
 
 
-def changes_the_rate():
+def changes(name, value):
     def act(run, index, batch):
         run.step(batch)
         if rank() == 1:
-            run.optimizer.param_groups[0]["lr"] = 0.25
+            own = run.optimizer
+            (own.param_groups[0] if name == "lr" else vars(own))[name] = value
 
     return _every_step(act)
 

@@ -195,7 +195,7 @@ class PrivateOptimizer(DPOptimizer):
         self._check_settings(step)
         piece = self._piece = passes.take(step, params, block, self.hidden_norm())
         self._longest = max(self._longest, piece.longest)
-        if block or not self._is_last_step_skipped:  # the first piece of a batch
+        if not self._is_last_step_skipped:  # the first piece of a batch
             for param in params:
                 param.summed_grad = None  # type: ignore[attr-defined]
         # What DPOptimizer.pre_step does; a step hook is refused.

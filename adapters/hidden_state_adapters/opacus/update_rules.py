@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from hidden_state_accountants import UnsupportedRunError
 
-NEUTRAL = {"momentum": 0, "dampening": 0, "nesterov": False, "maximize": False}
+NEUTRAL = {"momentum": 0, "nesterov": False, "maximize": False}
 """Options of SGD that make it another rule, with the values at which they do not."""
 
 
@@ -37,9 +37,8 @@ def sgd_options(optimizer: Optimizer) -> dict[str, float]:
         optimizer: Optimizer inside a DPOptimizer.
 
     Raises:
-        UnsupportedUpdateError: It is not exactly torch.optim.SGD, uses momentum, dampening,
-            nesterov or maximize, its groups differ in an option, or it has step hooks (its own or
-            global).
+        UnsupportedUpdateError: It is not exactly torch.optim.SGD, uses momentum, nesterov or
+            maximize, its groups differ in an option, or it has step hooks (its own or global).
     """
     if type(optimizer) is not SGD:
         raise UnsupportedUpdateError(
