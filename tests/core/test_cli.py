@@ -79,6 +79,15 @@ def test_epsilon_from_a_file_from_flags_and_from_both(hsa_json):
     assert found["delta"] == hsa.LastIterateAccountant().compose(cyclic_run()).get_delta(2.5)
 
 
+def test_the_accounting_of_a_file_counts_unless_a_flag_says_otherwise(folder, hsa_json):
+    table = '[accounting]\ndelta = 1e-6\nneighboring_relation = "replace_one"\n'
+    (folder / "replaced.toml").write_text(RUN + table)
+    replaced = hsa.LastIterateAccountant("replace_one").compose(cyclic_run())
+    assert hsa_json("epsilon replaced.toml")["epsilon"] == replaced.get_epsilon(1e-6)
+    found = hsa_json("epsilon replaced.toml --delta 1e-5 --relation replace_special")
+    assert found["epsilon"] == epsilon(cyclic_run())
+
+
 def test_a_file_from_the_standard_input_with_numbers_in_powers_of_ten(printed, monkeypatch):
     text = RUN.replace("num_steps = 24", "num_steps = 1e4")
     monkeypatch.setattr("sys.stdin", io.StringIO(text))

@@ -93,6 +93,7 @@ def test_equality():
         (cyclic_run, {"max_batch_size": 9}, "Only POISSON batches and balls in bins vary"),
         (cyclic_run, {"sampling_rate": 0.25}, "sampling_rate = None for CYCLIC batches, got 0.25"),
         (cyclic_run, {"batch_order": "poisson", "sampling_rate": 1.1}, "sampling_rate <= 1, got"),
+        (cyclic_run, {"batch_order": "balls_in_bins", "sampling_rate": 0.3}, "the number of bins"),
         (cyclic_run, {"is_microbatched": 2}, "is_microbatched to be True or False, got 2"),
         (cyclic_run, {"learning_rate": 1e-200}, "learning_rate between 1e-75 and 1e\\+75, or 0"),
         (cyclic_run, {"learning_rate": [0.5] * 23 + [1e-200]}, "learning_rate between"),

@@ -12,6 +12,7 @@ from dp_accounting import NeighboringRelation, pld
 from runs import cyclic_run, full_run, probe_run
 
 import hidden_state_accountants as hsa
+from hidden_state_accountants.curves.base import GaussianCurve, with_delta
 from hidden_state_accountants.figures import text_up
 
 
@@ -143,6 +144,11 @@ def test_what_holds_for_all_iterates_rests_on_hidden_ones_at_no_delta():
     assert found.theorem == composition.theorem
     for delta in (1e-2, 1e-4, 1e-6, 1e-8):
         assert found.epsilon(delta) >= composition.epsilon(delta) * (1 - 1e-9)
+
+
+def test_what_may_fail_has_no_mu():
+    failing = with_delta(GaussianCurve(0.5), 1e-9)
+    assert hsa.Guarantee(failing, "replace_special", "a theorem").mu is None
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,10 @@ def test_the_command_line_reads_a_checkpoint(make_run, tmp_path, capsys):
     ):
         assert app.run(["epsilon", str(path), *option]) == 2
         assert text in capsys.readouterr().err
+    run.engine.accountant.refuse("a look at private data")
+    run.engine.save_checkpoint(path=path)
+    assert app.run(["epsilon", str(path)]) == 2
+    assert "no guarantee: a look at private data" in capsys.readouterr().err
 
 
 class Trainer:
