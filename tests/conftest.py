@@ -1,5 +1,6 @@
 """Shared test settings; helper modules live in tests/reference, exact oracles in tests/oracles."""
 
+import gc
 import os
 import random
 import secrets
@@ -55,6 +56,11 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def pytest_collection_finish():
+    """What frameworks and tests are made of stays: no collector need look through it again."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -29,13 +29,13 @@ def model(rule="sgd", **settings):
 
 def fit(model, examples, **kwargs):
     x, y = data(examples)
-    return keras_models.fit(model, **{"x": x, "y": y, "batch_size": 18, **kwargs})
+    return keras_models.fit(model, **{"x": x, "y": y, "batch_size": 4, **kwargs})
 
 
 def run(**settings):
     plain = tf.keras.Sequential([tf.keras.layers.Dense(2)])
     return PrivateRun(
-        plain, *data(126), loss=crossentropy(), optimizer=SGD(1.0), batch_size=18,
+        plain, *data(28), loss=crossentropy(), optimizer=SGD(1.0), batch_size=4,
         l2_norm_clip=1.0, **{**ADDS, **settings},
     )  # fmt: skip
 
@@ -61,7 +61,7 @@ def run(**settings):
     ],
 )
 def test_what_follows_from_the_number_of_examples_is_refused(begin, settings, text):
-    """Rate and divisor are 1/7 and 18 of 126 examples, and 1/7 and 17 of 125."""
+    """Rate and divisor are 1/7 and 4 of 28 examples, and 1/6 and 4 of 27."""
     with pytest.raises(hsa.UnsupportedRunError, match=text):
         begin(**settings)
 
@@ -69,19 +69,19 @@ def test_what_follows_from_the_number_of_examples_is_refused(begin, settings, te
 @pytest.mark.parametrize("rule", RULES)
 def test_nothing_follows_from_the_number_of_examples(rule):
     found = []
-    for examples in (126, 125, 300, 10):
+    for examples in (28, 27, 60, 3):
         trained = fit(model(rule, sampling_rate=1 / 7), examples)
         private = {"stays_private": True, "include_private_state": True} if rule == "dice" else {}
         state = trained.state(**private)
         found.append((trained.privacy_event, trained.report(DELTA), state["examples"]))
-    assert (found[0][0].num_steps, found[0][0].batch_size) == (7, 18)
+    assert (found[0][0].num_steps, found[0][0].batch_size) == (7, 4)
     assert found == found[:1] * 4
     assert "not computed from the examples or their number" in " ".join(found[0][1].split())
 
 
 def test_noise_for_a_target_does_not_either():
     noises = set()
-    for examples in (126, 125):
+    for examples in (28, 27):
         trained = model(noise_multiplier=None, sampling_rate=1 / 7)
         fit(trained, examples, target_epsilon=1.0, target_delta=DELTA)
         noises.add(trained.noise_multiplier)

@@ -7,7 +7,6 @@ import tempfile
 import warnings
 
 import torch
-import torch._dynamo  # autograd imports it sooner or later; in the server of the forks only once
 from opacus import PrivacyEngine
 from opacus.distributed import DifferentiallyPrivateDistributedDataParallel as DPDDP
 from opacus.utils.batch_memory_manager import BatchMemoryManager
@@ -30,6 +29,8 @@ SEEDED = {
         for order in ("reshuffled", "without_replacement", "poisson")
     },
 }
+# The server of the forks does not know this folder. Autograd imports _dynamo sooner or later.
+PRELOADED = ["torch._dynamo", "hidden_state_adapters.opacus"]
 DICE = {"optimizer_class": DiceSGDOptimizer, "max_grad_norm": 0.2, "loss_geometry": None}
 
 
@@ -42,7 +43,7 @@ class Group:
 
     def __init__(self, size):
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])  # the imports take longer than all tests
+        context.set_forkserver_preload(PRELOADED)  # the imports take longer than all tests
         self.folder = tempfile.TemporaryDirectory()
         store = "file://" + os.path.join(self.folder.name, "store")
         self.pipes, self.processes = [], []
