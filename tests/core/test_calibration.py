@@ -158,8 +158,9 @@ def test_a_bound_that_levels_off_allows_any_number_of_epochs():
     limit = epsilon(attrs.evolve(event, num_steps=4000))
     assert hsa.calibrate_epochs(limit + 0.1, 1e-5, event) == 10_000
     assert hsa.calibrate_epochs(limit + 0.1, 1e-5, event, max_epochs=77) == 77
-    quieter = lambda n: full_run(num_steps=n, noise_multiplier=n)  # noqa: E731
     with pytest.raises(ValueError, match="to grow with epochs"):
-        hsa.calibrate_epochs(50.0, 1e-5, quieter, max_epochs=4)
+        hsa.calibrate_epochs(
+            50.0, 1e-5, lambda n: full_run(num_steps=n, noise_multiplier=n), max_epochs=4
+        )
     with pytest.raises(ValueError, match="one length"):
         hsa.calibrate_epochs(1.0, 1e-5, full_run(release_steps=(3,)))
